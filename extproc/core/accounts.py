@@ -1,0 +1,128 @@
+"""Envoy's records -> what became of a request: one outcome, and a reason for every fallback. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from typing import Final
+
+from extproc.core.errors import FallbackReason, Outcome
+from extproc.core.wire_names import RULE
+
+# Names of Envoy's response flags, as fields of envoy.data.accesslog.v3.ResponseFlags.
+_CLIENT_LEFT: Final = frozenset(
+    {"downstream_connection_termination", "downstream_remote_reset", "downstream_protocol_error"}
+)
+_CUT: Final = frozenset(
+    {
+        "upstream_connection_termination",
+        "upstream_protocol_error",
+        "upstream_remote_reset",
+        "local_reset",
+        "stream_idle_timeout",
+        "upstream_request_timeout",
+        "upstream_max_stream_duration_reached",
+        "duration_timeout",
+        "overload_manager",
+    }
+)
+_REASONS: Final = frozenset(reason.value for reason in FallbackReason)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One request as Envoy's ingress saw it end."""
+
+    status: int
+    """As sent to the client; 0: nothing was."""
+    flags: frozenset[str]
+    route: str = ""
+    reason: str = ""
+    upstream: str = ""
+    """The name of the upstream that answered; empty: none did."""
+    attempts: str = ""
+    fallback: str = ""
+    skip: frozenset[str] = frozenset()
+    """Upstream ids that the gate had told Envoy to skip."""
+    admission: str = ""
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRecord:
+    """One visit to an upstream's tier, as Envoy saw it end."""
+
+    upstream: str
+    """The upstream's id."""
+    status: int
+    flags: frozenset[str]
+    fail: str = ""
+    """A FallbackReason, or empty when the answer counts as one."""
+    admission: str = ""
+    time_to_headers_s: float | None = None
+    ended: bool = True
+    """False: an interim record of an answer that is still streaming."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One step down a chain, by upstream names."""
+
+    reason: FallbackReason
+    source: str
+    target: str
+
+
+def outcome(record: RequestRecord) -> Outcome:
+    """The one outcome of a request; total: every record has one."""
+    if record.flags & _CLIENT_LEFT or record.status == 0:
+        return Outcome.CLIENT_GONE
+    if record.status < 400:
+        if record.flags & _CUT:
+            return Outcome.STREAM_CUT
+        if record.upstream == RULE:
+            return Outcome.SERVED_BY_RULE
+        return Outcome.SERVED_BY_FALLBACK if record.fallback else Outcome.SERVED
+    # A provider's 429 that nothing could answer in its place is our failure, not the client's.
+    if record.status < 500 and record.status != 429:
+        return Outcome.REJECTED
+    return Outcome.FAILED
+
+
+def hops(attempts: str) -> list[Hop]:
+    """The steps that an `x-pointsman-attempts` value tells of: `a:timeout,b:200` is one, a to b.
+
+    Repeated tries on one upstream are no step. Anything that is not ours is ignored.
+    """
+    entries = [entry.partition(":")[::2] for entry in attempts.split(",") if entry]
+    return [
+        Hop(FallbackReason(result), source, target)
+        for (source, result), (target, _) in pairwise(entries)
+        if source != target and result in _REASONS
+    ]
+
+
+def passed_over(record: RequestRecord) -> list[str]:
+    """Names of upstreams that Envoy's outlier detection had ejected, in the chain's order."""
+    entries = [entry.partition(":")[::2] for entry in record.attempts.split(",") if entry]
+    return [name for name, result in entries if result == FallbackReason.CIRCUIT_OPEN]
+
+
+class Verdict(StrEnum):
+    """What an attempt says of its upstream."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    NOTHING = "nothing"
+    """Its client left, the answer broke off, or it was never tried."""
+
+
+def verdict(record: AttemptRecord) -> Verdict:
+    if record.fail == FallbackReason.CIRCUIT_OPEN:
+        return Verdict.NOTHING
+    if record.fail in _REASONS:
+        return Verdict.FAILED
+    if record.status == 0 or record.flags & (_CLIENT_LEFT | _CUT):
+        return Verdict.NOTHING
+    return Verdict.SUCCEEDED

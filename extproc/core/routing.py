@@ -1,0 +1,184 @@
+"""Signals -> RouteDecision: explicit, keyword, semantic, default. Pure; vectors come from outside."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from extproc.core.errors import RouteReason
+
+Vectors: TypeAlias = npt.NDArray[np.float32]
+"""L2-normalised embeddings, shape (count, dimension)."""
+
+ENOUGH_UTTERANCES: Final = 10
+THRESHOLD: Final = 0.32
+"""Measured on labelled prompts in English and Chinese for routes of 10 utterances or more."""
+THRESHOLD_FEW: Final = 0.28
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRule:
+    """One route's signals."""
+
+    name: str
+    utterances: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()
+    threshold: float | None = None
+
+    @property
+    def effective_threshold(self) -> float:
+        if self.threshold is not None:
+            return self.threshold
+        return THRESHOLD if len(self.utterances) >= ENOUGH_UTTERANCES else THRESHOLD_FEW
+
+
+@dataclass(frozen=True, slots=True)
+class RouteScore:
+    """How well a prompt fits one route: cosine blend, at most 1."""
+
+    route: str
+    score: float
+    threshold: float
+
+    @property
+    def admitted(self) -> bool:
+        return self.score >= self.threshold
+
+
+@dataclass(frozen=True, slots=True)
+class RouteDecision:
+    """Where a prompt goes and why; `scores` is empty when the semantic signal was not asked."""
+
+    route: str
+    reason: RouteReason
+    scores: tuple[RouteScore, ...] = ()
+    keyword: str | None = None
+
+
+class KeywordRules:
+    """Words and phrases that decide at once; the first route in the file's order wins."""
+
+    def __init__(self, rules: Sequence[RouteRule]) -> None:
+        self._patterns = [
+            (rule.name, re.compile("|".join(map(_word, rule.keywords)), re.IGNORECASE))
+            for rule in rules
+            if rule.keywords
+        ]
+
+    def match(self, text: str) -> RouteDecision | None:
+        for route, pattern in self._patterns:
+            if found := pattern.search(text):
+                return RouteDecision(route, RouteReason.KEYWORD, keyword=found[0])
+        return None
+
+
+def _word(keyword: str) -> str:
+    """Whole words where the script has word boundaries; Chinese has none between words."""
+    pattern = re.escape(keyword)
+    if keyword[0].isascii() and keyword[0].isalnum():
+        pattern = r"(?<![A-Za-z0-9_])" + pattern
+    if keyword[-1].isascii() and keyword[-1].isalnum():
+        pattern += r"(?![A-Za-z0-9_])"
+    return pattern
+
+
+class SemanticIndex:
+    """The routes' utterances as vectors.
+
+    Score of a route = half its nearest utterance's cosine plus half the cosine to the mean of its
+    utterances; of several query vectors (first and last paragraph) the best counts. This blend was
+    ahead of nearest, centroid, mean, sum and top-3 on every labelled set measured.
+    """
+
+    def __init__(self, rules: Sequence[RouteRule], vectors: Mapping[str, Vectors]) -> None:
+        """`vectors[route]` holds that route's utterances, shape (count, dimension)."""
+        self._rules = [rule for rule in rules if rule.utterances]
+        blocks = [vectors[rule.name] for rule in self._rules]
+        self._starts = np.cumsum([0] + [len(block) for block in blocks[:-1]])
+        self._routes = len(blocks)
+        if blocks:
+            centroids = np.stack([_normalised(block.mean(axis=0)) for block in blocks])
+            self._matrix = np.ascontiguousarray(np.concatenate([*blocks, centroids]), np.float32)
+
+    @property
+    def is_empty(self) -> bool:
+        return self._routes == 0
+
+    def scores(self, query: Vectors) -> tuple[RouteScore, ...]:
+        """One score a route with utterances, in the file's order. `query`: (k, dimension)."""
+        if self.is_empty:
+            return ()
+        cosines = self._matrix @ query.T
+        nearest = np.maximum.reduceat(cosines[: -self._routes], self._starts, axis=0)
+        blend = ((nearest + cosines[-self._routes :]) * 0.5).max(axis=1)
+        return tuple(
+            RouteScore(rule.name, float(score), rule.effective_threshold)
+            for rule, score in zip(self._rules, blend, strict=True)
+        )
+
+
+def _normalised(vector: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    norm = float(np.linalg.norm(vector))
+    return vector if norm == 0.0 else np.asarray(vector / norm, np.float32)
+
+
+def decide_by_scores(scores: tuple[RouteScore, ...], *, default: str) -> RouteDecision:
+    """The best-scoring route of those above their own thresholds, else the default."""
+    admitted = [score for score in scores if score.admitted]
+    if not admitted:
+        return RouteDecision(default, RouteReason.DEFAULT, scores)
+    best = max(admitted, key=lambda score: score.score)
+    return RouteDecision(best.route, RouteReason.SEMANTIC, scores)
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """The router decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedUpstream:
+    """The client named an upstream by id, name or model."""
+
+    upstream: str
+
+
+@dataclass(frozen=True, slots=True)
+class NamedRoute:
+    """The client named a route."""
+
+    route: str
+
+
+class ModelDirectory:
+    """What a client may write in `model`; the order of precedence is that of the arguments."""
+
+    def __init__(
+        self,
+        *,
+        aliases: Sequence[str],
+        upstreams: Mapping[str, Sequence[str]],
+        routes: Sequence[str],
+    ) -> None:
+        """`upstreams[id]`: the further names (name, model) by which a client may ask for it."""
+        targets: dict[str, Auto | NamedUpstream | NamedRoute] = {alias: Auto() for alias in aliases}
+        for upstream in upstreams:
+            targets.setdefault(upstream, NamedUpstream(upstream))
+        for upstream, names in upstreams.items():
+            for name in names:
+                targets.setdefault(name, NamedUpstream(upstream))
+        for route in routes:
+            targets.setdefault(route, NamedRoute(route))
+        self._targets = targets
+
+    def find(self, model: str) -> Auto | NamedUpstream | NamedRoute | None:
+        return self._targets.get(model)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._targets)
