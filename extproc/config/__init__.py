@@ -1,0 +1,46 @@
+"""One TOML file -> one frozen, validated `Config`."""
+
+from extproc.config.load import ConfigError, Fault, load, parse
+from extproc.config.model import (
+    EXPLICIT,
+    RETRY_AFTER_CAP_S,
+    RULE,
+    Address,
+    Chain,
+    Config,
+    Encoder,
+    Fallback,
+    FallbackMode,
+    Retry,
+    Route,
+    Router,
+    Server,
+    UnknownModel,
+    Upstream,
+    route_chain,
+    upstream_chain,
+)
+
+__all__ = [
+    "EXPLICIT",
+    "RETRY_AFTER_CAP_S",
+    "RULE",
+    "Address",
+    "Chain",
+    "Config",
+    "ConfigError",
+    "Encoder",
+    "Fallback",
+    "FallbackMode",
+    "Fault",
+    "Retry",
+    "Route",
+    "Router",
+    "Server",
+    "UnknownModel",
+    "Upstream",
+    "load",
+    "parse",
+    "route_chain",
+    "upstream_chain",
+]

@@ -1,0 +1,386 @@
+"""TOML text -> `Config`: which tables and keys there are, and the rules that span several of them.
+
+It knows no file but the one it is given, opens no socket, and reads the environment it is handed.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from extproc.config import values as v
+from extproc.config.faults import ConfigError, Fault, quoted
+from extproc.config.locate import Lines, locate
+from extproc.config.model import (
+    EXPLICIT,
+    RULE,
+    Address,
+    Config,
+    Encoder,
+    Fallback,
+    FallbackMode,
+    Retry,
+    Route,
+    Router,
+    Server,
+    UnknownModel,
+    Upstream,
+)
+from extproc.config.table import Document, Known, Table, dotted
+from extproc.core.circuit import CircuitPolicy
+from extproc.core.errors import FallbackReason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = ["ConfigError", "Fault", "known_keys", "load", "parse"]
+
+COUNTABLE: Final = (
+    FallbackReason.TIMEOUT,
+    FallbackReason.SERVER_ERROR,
+    FallbackReason.CONNECT_ERROR,
+    FallbackReason.BAD_SCHEMA,
+    FallbackReason.RATE_LIMITED,
+)
+"""What the breaker can count. The other reasons are its own doing, ours, or the client's."""
+
+_ONLY_ROUTE: Final = "default"
+"""The route of a file that has none, and the default route of a file that names none."""
+
+# The values stand in model.py, once.
+_DEFAULT: Final = Config(upstreams={}, routes=(), router=Router(default=_ONLY_ROUTE))
+_DEFAULT_UPSTREAM: Final = Upstream(id="", name="", base_url="", model="")
+
+_SYNTAX_MENDS: Final = (
+    ("Cannot declare", "write each table once and keep its keys together"),
+    ("Cannot overwrite", "the key or table is there twice: keep one"),
+    ("Cannot mutate", "the table was closed where it began: put all its keys there"),
+    ("Duplicate", "keep one of the two"),
+    ("Illegal character", "close the quotes on the line where they open, or use three of them"),
+    ("Unclosed", "close the bracket"),
+    ("Unterminated", "close the quotes"),
+    ("Invalid value", 'put text, durations and addresses in double quotes, as in listen = ":8080"'),
+    ("Expected newline", "write one key = value on each line, with text in double quotes"),
+)
+
+
+def load(path: str | Path, *, environ: Mapping[str, str] | None) -> Config:
+    """Read and parse a file; see `parse`."""
+    file = str(path)
+    try:
+        data = Path(path).read_bytes()
+    except IsADirectoryError:
+        fault = Fault(file, 1, "file", "is a directory", "name the TOML file itself")
+        raise ConfigError([fault]) from None
+    except OSError as error:
+        fault = Fault(file, 1, "file", f"cannot be read: {error.strerror}", "check path and rights")
+        raise ConfigError([fault]) from error
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        utf16 = data.startswith((b"\xff\xfe", b"\xfe\xff"))
+        problem = "is UTF-16, not UTF-8" if utf16 else "is not UTF-8 from this line on"
+        fault = Fault(file, line, "file", problem, "save it as UTF-8")
+        raise ConfigError([fault]) from None
+    return parse(text, file=file, environ=environ)
+
+
+def parse(text: str, *, file: str, environ: Mapping[str, str] | None) -> Config:
+    """The configuration that a text describes, or `ConfigError` with every fault in it.
+
+    `file` is only named in faults. `environ` None: whether the variables with keys in them are set
+    does not matter, as when a bootstrap is rendered on another machine.
+    """
+    text = text.removeprefix("\ufeff")  # what some editors put in front of UTF-8
+    try:
+        raw, lines = tomllib.loads(text), locate(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError([_syntax_fault(error, text, file)]) from None
+    document = Document(file, lines)
+    root = Table(document, (), "", raw)
+    config = _config(root, environ)
+    if not text.strip():
+        document.faults = [Fault(file, 1, "file", "is empty", "start from docs/configuration.md")]
+    document.refuse_unknown(known_keys())
+    if document.faults:
+        raise ConfigError(document.faults)
+    return config
+
+
+@cache
+def known_keys() -> Known:
+    """Every key that a file may hold, by table."""
+    document = Document("", Lines({}))
+    _config(Table(document, (), "", {"upstream": {"id": {}}, "route": [{}]}), None)
+    return document.known()
+
+
+def _syntax_fault(error: Exception, text: str, file: str) -> Fault:
+    if isinstance(error, RecursionError):
+        return Fault(file, 1, "syntax", "arrays or tables are nested too deeply", "flatten them")
+    if not isinstance(error, tomllib.TOMLDecodeError):
+        # Python refuses to read so long an integer, and does not say where it stands.
+        digits = re.search(r"[0-9_]{1000}", text)
+        line = text.count("\n", 0, digits.start() if digits else 0) + 1
+        return Fault(file, line, "syntax", "a number has too many digits", "shorten it")
+    message, _, position = str(error).partition(" (at ")
+    found = re.match(r"line (\d+), column (\d+)", position)
+    line = int(found[1]) if found else text.rstrip().count("\n") + 1
+    message = re.sub(r"\('(.*)',?\)", lambda key: key[1].replace("', '", "."), message)
+    where = f"in column {found[2]}" if found else "at the end of the file"
+    mends = (mend for opening, mend in _SYNTAX_MENDS if message.startswith(opening))
+    mend = next(mends, "see https://toml.io for how TOML is written")
+    return Fault(file, line, "syntax", f"not valid TOML {where}: {message}", mend)
+
+
+def _config(root: Table, environ: Mapping[str, str] | None) -> Config:
+    server, admin, metrics = (root.child(key) for key in ("server", "admin", "metrics"))
+    read_server = _server(server)
+    upstreams = _upstreams(root, read_server, environ)
+    routes = _routes(root, upstreams)
+    config = Config(
+        upstreams=upstreams,
+        routes=routes or (Route(name=_ONLY_ROUTE, upstreams=tuple(upstreams)),),
+        router=_router(root, upstreams, routes),
+        server=read_server,
+        admin=admin.get("listen", v.address, _DEFAULT.admin),
+        metrics=metrics.get("listen", v.address, _DEFAULT.metrics),
+        extproc_socket=root.child("extproc").get("socket", v.socket_path, _DEFAULT.extproc_socket),
+        circuit=_circuit(root.child("circuit_breaker")),
+        fallback=_fallback(root.child("fallback")),
+        retry=_retry(root.child("retry")),
+    )
+    _refuse_clashes({server: read_server.listen, admin: config.admin, metrics: config.metrics})
+    return config
+
+
+def _server(table: Table) -> Server:
+    default = _DEFAULT.server
+    return Server(
+        listen=table.get("listen", v.address, default.listen),
+        read_timeout_s=table.get("read_timeout", v.duration, default.read_timeout_s),
+        write_timeout_s=table.get("write_timeout", v.duration, default.write_timeout_s),
+        request_timeout_s=table.get("request_timeout", v.limit, default.request_timeout_s),
+        max_body_bytes=table.get("max_body", v.size, default.max_body_bytes),
+    )
+
+
+def _refuse_clashes(listeners: Mapping[Table, Address]) -> None:
+    for pair in combinations(listeners.items(), 2):
+        # To blame is the later line; never a default, which has none.
+        (table, address), (other, taken) = sorted(
+            pair, key=lambda item: (item[0].given("listen"), item[0].line("listen")), reverse=True
+        )
+        hosts = {address.host, taken.host}
+        if address.port != taken.port or (len(hosts) == 2 and not hosts & {"0.0.0.0", "::"}):  # noqa: S104
+            continue
+        if table.fit("listen") and other.fit("listen"):
+            by = f"{other.label} listen = {quoted(str(taken))}"
+            default = "" if other.given("listen") else ", its default"
+            problem = f"port {address.port} is taken by {by}{default}"
+            table.fault("listen", problem, "give one of them another port")
+
+
+def _upstreams(
+    root: Table, server: Server, environ: Mapping[str, str] | None
+) -> dict[str, Upstream]:
+    tables = root.children("upstream", "ID", v.name(RULE))
+    if not root.raw("upstream") and root.fit("upstream"):
+        root.fault("upstream", "is missing", "add [upstream.ID] with base_url and model")
+    names = {id_: id_ for id_ in tables}
+    upstreams = {id_: _upstream(id_, table, names) for id_, table in tables.items()}
+    for id_, table in tables.items():
+        _check_time(table, upstreams[id_], server)
+        if environ is not None:
+            _check_secret(table, upstreams[id_].api_key_env, environ)
+    return upstreams
+
+
+def _upstream(id_: str, table: Table, names: dict[str, str]) -> Upstream:
+    default = _DEFAULT_UPSTREAM
+    name = table.get("name", v.name(RULE), id_)
+    owner = names.setdefault(name, id_)
+    if owner != id_:
+        problem = f"{quoted(name)} is already the id or name of {_label(owner)}"
+        table.fault("name", problem, "choose another name")
+    return Upstream(
+        id=id_,
+        name=name,
+        base_url=table.need(
+            "base_url", v.base_url, "", mend='add base_url = "https://HOST/PATH" of the provider'
+        ),
+        model=table.need("model", v.model, "", mend='add model = "..." as the provider calls it'),
+        api_key_env=table.get("api_key_env", v.env_name, default.api_key_env),
+        inference_timeout_s=table.get("inference_timeout", v.duration, default.inference_timeout_s),
+        connect_timeout_s=table.get("connect_timeout", v.duration, default.connect_timeout_s),
+        max_concurrent_requests=table.get(
+            "max_concurrent_requests", v.integer(1), default.max_concurrent_requests
+        ),
+    )
+
+
+def _label(id_: str) -> str:
+    return f"[{dotted(('upstream', id_))}]"
+
+
+def _check_time(table: Table, upstream: Upstream, server: Server) -> None:
+    longest_s = upstream.connect_timeout_s + upstream.inference_timeout_s
+    allowed_s = server.request_timeout_s
+    fit = table.fit("connect_timeout") and table.fit("inference_timeout")
+    if fit and allowed_s is not None and longest_s > allowed_s:
+        table.fault(
+            "inference_timeout",
+            f"with connect_timeout it comes to {longest_s:g}s, "
+            f"over the {allowed_s:g}s of [server] request_timeout",
+            "shorten it or raise request_timeout",
+        )
+
+
+def _check_secret(table: Table, variable: str | None, environ: Mapping[str, str]) -> None:
+    if variable is None:
+        return
+    mend = f"export {variable}, or remove api_key_env if the provider needs no key"
+    secret = environ.get(variable)
+    if not secret:
+        how = "not set" if secret is None else "empty"
+        table.fault("api_key_env", f"the environment variable {variable} is {how}", mend)
+    elif not re.fullmatch(r"[!-~]+", secret):
+        problem = f"the environment variable {variable} holds spaces, line breaks or non-ASCII"
+        table.fault("api_key_env", problem, "export the key alone: it becomes a header")
+
+
+def _routes(root: Table, upstreams: Mapping[str, Upstream]) -> tuple[Route, ...]:
+    reference = _reference(upstreams)
+    names: dict[str, str] = {}
+    utterances: dict[str, str] = {}
+    keywords: dict[str, str] = {}
+
+    def read(table: Table) -> Route:
+        name = v.unclaimed(v.name(EXPLICIT, RULE), names, "the name of another route")
+        own = table.raw("name")
+        route = f"of route {quoted(own)}" if isinstance(own, str) else "of a route without a name"
+        utterance = v.unclaimed(v.text, utterances, f"an utterance {route}", key=v.folded)
+        keyword = v.unclaimed(v.text, keywords, f"a keyword {route}", key=v.folded)
+        chain = v.unclaimed(reference, {}, "in this chain")
+        chosen = Route(
+            name=table.need("name", name, "", mend='add name = "..."'),
+            upstreams=table.many("upstreams", chain, ()),
+            threshold=table.get("threshold", v.fraction, None),
+            utterances=table.many("utterances", utterance, ()),
+            keywords=table.many("keywords", keyword, ()),
+        )
+        if not chosen.upstreams and table.fit("upstreams"):
+            table.fault(
+                "upstreams", "names no upstream", "name at least one: the first is tried first"
+            )
+        return chosen
+
+    return tuple(read(table) for table in root.items("route"))
+
+
+def _reference(upstreams: Mapping[str, Upstream]) -> v.Reader[str]:
+    ids = {upstream.name: id_ for id_, upstream in upstreams.items()}
+
+    def read(value: object) -> str:
+        chosen = v.text(value)
+        if chosen in upstreams:
+            return chosen
+        if chosen in ids:
+            raise v.Unfit(
+                f"{quoted(chosen)} is the name of an upstream, not its id",
+                f"write {quoted(ids[chosen])}",
+            )
+        raise v.Unfit(
+            f"there is no upstream {quoted(chosen)}",
+            v.did_you_mean(chosen, upstreams).strip() or f"add {_label(chosen)}",
+        )
+
+    return read
+
+
+def _router(root: Table, upstreams: Mapping[str, Upstream], routes: Iterable[Route]) -> Router:
+    table, default = root.child("router"), _DEFAULT.router
+    return Router(
+        default=_default_route(root, table, routes),
+        deadline_s=table.get("deadline", v.duration, default.deadline_s),
+        workers=table.get("workers", v.integer(0, 1024), default.workers),
+        queue=table.get("queue", v.integer(1), default.queue),
+        aliases=_aliases(table, upstreams),
+        unknown_model=table.get("unknown_model", v.choice(UnknownModel), default.unknown_model),
+        encoder=Encoder(table.child("encoder").get("path", v.text, default.encoder.path)),
+    )
+
+
+def _default_route(root: Table, table: Table, routes: Iterable[Route]) -> str:
+    chosen = table.get("default", v.text, _ONLY_ROUTE)
+    names = [route.name for route in routes] or [_ONLY_ROUTE]
+    # A route whose name was refused may well be the one that is meant.
+    if chosen in names or "" in names or not table.fit("default") or not root.fit("route"):
+        return chosen
+    listed = f"set it to {'one of ' if len(names) > 1 else ''}{', '.join(names)}"
+    if table.given("default"):
+        mend = v.did_you_mean(chosen, names) + listed
+        table.fault("default", f"there is no route {quoted(chosen)}", mend)
+    else:
+        at = None if root.given("router") else ("route", 0)
+        table.fault("default", "is missing, and no route is called default", listed, at=at)
+    return chosen
+
+
+def _aliases(table: Table, upstreams: Mapping[str, Upstream]) -> tuple[str, ...]:
+    default = _DEFAULT.router.aliases
+    claims: dict[str, str] = {}
+    for id_, upstream in upstreams.items():
+        for role, own in (("id", id_), ("name", upstream.name), ("model", upstream.model)):
+            if own in claims:
+                continue
+            claims[own] = f"the {role} of {_label(id_)}"
+            if own in default and not table.given("aliases"):
+                problem = f"{quoted(own)} is an alias by default, and {claims[own]}"
+                mend = "rename the upstream, or set [router] aliases"
+                table.fault("aliases", problem, mend, at=("upstream", id_, role))
+    return table.many("aliases", v.unclaimed(v.text, claims, "an alias"), default)
+
+
+def _circuit(table: Table) -> CircuitPolicy:
+    default = _DEFAULT.circuit
+    counted = table.many("counted_errors", v.choice(COUNTABLE), tuple(default.counted_errors))
+    if not counted and table.fit("counted_errors"):
+        mend = f"list at least one of {', '.join(COUNTABLE)}"
+        table.fault("counted_errors", "is empty, so that the circuit would never open", mend)
+    return CircuitPolicy(
+        failure_threshold=table.get("failure_threshold", v.integer(1), default.failure_threshold),
+        window_s=table.get("window", v.duration, default.window_s),
+        cooldown_s=table.get("cooldown", v.duration, default.cooldown_s),
+        half_open_max_requests=table.get(
+            "half_open_max_requests", v.integer(1), default.half_open_max_requests
+        ),
+        counted_errors=frozenset(counted),
+    )
+
+
+def _fallback(table: Table) -> Fallback:
+    default = _DEFAULT.fallback
+    return Fallback(
+        mode=table.get("mode", v.choice(FallbackMode), default.mode),
+        rule_response=table.get("rule_response", v.text, default.rule_response),
+        metric_prefix=table.get("metric_prefix", v.metric_name, default.metric_prefix),
+    )
+
+
+def _retry(table: Table) -> Retry:
+    default = _DEFAULT.retry
+    retry = Retry(
+        max_retries=table.get("max_retries", v.integer(0, 10), default.max_retries),
+        base_s=table.get("base", v.duration, default.base_s),
+        max_s=table.get("max", v.duration, default.max_s),
+    )
+    if retry.max_s < retry.base_s and table.fit("max") and table.fit("base"):
+        problem = f"max ({retry.max_s:g}s) is under base ({retry.base_s:g}s)"
+        table.fault("max" if table.given("max") else "base", problem, "raise max or lower base")
+    return retry

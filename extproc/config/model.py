@@ -1,0 +1,214 @@
+"""The validated configuration as frozen values, and the chains that follow from it; it reads no file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from urllib.parse import SplitResult, urlsplit
+
+from extproc.core.circuit import CircuitPolicy
+
+RULE = "rule"
+"""The pseudo-upstream that answers last: the value of `x-pointsman-upstream` for a rule answer."""
+
+EXPLICIT = "explicit"
+"""The `x-pointsman-route` value of a request that named its own upstream; no route may take it."""
+
+AUTO_ALIASES = ("auto",)
+DEFAULT_SOCKET = "/run/pointsman/extproc.sock"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A TCP listening address; `host` is an IP literal without brackets."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """The client-facing listener."""
+
+    listen: Address = Address("0.0.0.0", 8080)  # noqa: S104  a gateway is meant to be reached
+    read_timeout_s: float = 10.0
+    """Time to receive the whole request."""
+    write_timeout_s: float = 30.0
+    """Longest silence between two chunks of a response."""
+    request_timeout_s: float | None = None
+    """Limit on the whole exchange; None: no limit, long streams live."""
+    max_body_bytes: int = 10 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """One provider: a base URL, a model name and the time it may take."""
+
+    id: str
+    name: str
+    base_url: str
+    model: str
+    api_key_env: str | None = None
+    inference_timeout_s: float = 30.0
+    """Time to response headers."""
+    connect_timeout_s: float = 2.0
+    max_concurrent_requests: int = 1024
+    """Beyond it, an attempt ends at once as `overflow` and the next upstream answers."""
+
+    @property
+    def url(self) -> SplitResult:
+        return urlsplit(self.base_url)
+
+    @property
+    def host(self) -> str:
+        return self.url.hostname or ""
+
+    @property
+    def port(self) -> int:
+        return self.url.port or (443 if self.tls else 80)
+
+    @property
+    def tls(self) -> bool:
+        return self.url.scheme == "https"
+
+    @property
+    def path(self) -> str:
+        """The path of `base_url` without a trailing slash; empty when there is none."""
+        return self.url.path.rstrip("/")
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Retries on the same upstream; going to another upstream never waits."""
+
+    max_retries: int = 1
+    base_s: float = 0.2
+    max_s: float = 1.0
+
+
+RETRY_AFTER_CAP_S = 3.0
+"""A Retry-After beyond it is not waited for: the next upstream answers sooner."""
+
+
+class FallbackMode(StrEnum):
+    MODEL_THEN_RULE = "model_then_rule"
+    MODEL_ONLY = "model_only"
+    RULE_ONLY = "rule_only"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """What happens when an upstream cannot answer."""
+
+    mode: FallbackMode = FallbackMode.MODEL_THEN_RULE
+    rule_response: str = "The service is busy. Please try again in a moment."
+    metric_prefix: str = "model_fallback_total"
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """Which embedding model to run; `path` None: the default model, built once into the cache."""
+
+    path: str | None = None
+
+
+class UnknownModel(StrEnum):
+    ERROR = "error"
+    DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """How a request without an explicit model is decided."""
+
+    default: str
+    deadline_s: float = 0.15
+    workers: int = 0
+    """0: one per core, less one for Envoy and the event loop, at least one."""
+    queue: int = 1024
+    aliases: tuple[str, ...] = AUTO_ALIASES
+    unknown_model: UnknownModel = UnknownModel.ERROR
+    encoder: Encoder = Encoder()
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One destination: the signals that admit a prompt, and the upstreams that serve it in order."""
+
+    name: str
+    upstreams: tuple[str, ...]
+    threshold: float | None = None
+    """Score in [0, 1] from which the semantic signal admits; None: by the number of utterances."""
+    utterances: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Upstream ids in the order they are tried; `rule`: the canned answer stands at the end."""
+
+    name: str
+    upstreams: tuple[str, ...]
+    rule: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything that one TOML file says. `upstreams` keeps the order of the file."""
+
+    upstreams: Mapping[str, Upstream]
+    routes: tuple[Route, ...]
+    """Never empty: a file without routes gets one named `default`, over all upstreams."""
+    router: Router
+    server: Server = Server()
+    admin: Address = Address("127.0.0.1", 9901)
+    metrics: Address = Address("127.0.0.1", 9464)
+    extproc_socket: str = DEFAULT_SOCKET
+    circuit: CircuitPolicy = field(default_factory=CircuitPolicy)
+    fallback: Fallback = Fallback()
+    retry: Retry = Retry()
+
+    def route(self, name: str) -> Route:
+        return next(route for route in self.routes if route.name == name)
+
+    def visit_limit_s(self, upstream: Upstream) -> float:
+        """Longest time that a visit to an upstream takes to answer with headers, retries included."""
+        retries = self.retry.max_retries
+        wait_s = max(self.retry.max_s, RETRY_AFTER_CAP_S)
+        return (retries + 1) * upstream.inference_timeout_s + retries * wait_s
+
+    def chains(self) -> tuple[Chain, ...]:
+        """Every chain that a request can take: one per route, then one per upstream named explicitly.
+
+        An explicit upstream is followed by those that stand behind it in the default route, or
+        else in the first route that lists it: a client that names a model still gets an answer.
+        """
+        chains = [self._chain(route_chain(route.name), route.upstreams) for route in self.routes]
+        by_preference = sorted(self.routes, key=lambda route: route.name != self.router.default)
+        for upstream in self.upstreams:
+            home = next(
+                (r.upstreams for r in by_preference if upstream in r.upstreams), (upstream,)
+            )
+            chains.append(self._chain(upstream_chain(upstream), home[home.index(upstream) :]))
+        return tuple(chains)
+
+    def _chain(self, name: str, upstreams: tuple[str, ...]) -> Chain:
+        mode = self.fallback.mode
+        only_first = mode in (FallbackMode.RULE_ONLY, FallbackMode.NONE)
+        rule = mode in (FallbackMode.RULE_ONLY, FallbackMode.MODEL_THEN_RULE)
+        return Chain(name, upstreams[:1] if only_first else upstreams, rule)
+
+
+def route_chain(route: str) -> str:
+    """The value of `x-pointsman-chain` for a route."""
+    return f"route.{route}"
+
+
+def upstream_chain(upstream: str) -> str:
+    """The value of `x-pointsman-chain` for an explicit upstream id."""
+    return f"upstream.{upstream}"
