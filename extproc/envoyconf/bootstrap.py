@@ -1,0 +1,71 @@
+"""Config -> the whole Envoy bootstrap, as typed messages and as YAML; it starts and reads nothing."""
+
+from __future__ import annotations
+
+import yaml
+from envoy_data_plane.envoy.config.bootstrap.v3 import (
+    Admin,
+    Bootstrap,
+    BootstrapStaticResources,
+)
+from envoy_data_plane.envoy.config.cluster.v3 import Cluster
+from envoy_data_plane.envoy.config.core.v3 import Node, TypedExtensionConfig
+from envoy_data_plane.envoy.extensions.bootstrap.internal_listener.v3 import InternalListener
+
+from extproc.config import Config
+from extproc.envoyconf import chain, ingress, parts, rule, tier
+
+
+def bootstrap(config: Config) -> Bootstrap:
+    chains = config.chains()
+    upstreams = list(config.upstreams.values())
+    listeners = [ingress.listener(config), *(tier.listener(each, config) for each in upstreams)]
+    clusters: list[Cluster] = [ingress.sidecar_cluster(config)]
+    clusters += [tier.hosts(each, config) for each in upstreams]
+    clusters += [tier.member(each, config) for each in upstreams]
+    if any(each.rule for each in chains):
+        listeners.append(rule.listener(config))
+        clusters.append(rule.member(config))
+    clusters += [chain.cluster(each, config) for each in chains]
+    return Bootstrap(
+        node=Node(id="pointsman", cluster="pointsman"),
+        admin=Admin(address=parts.socket_address(config.admin.host, config.admin.port)),
+        bootstrap_extensions=[
+            TypedExtensionConfig(
+                name="envoy.bootstrap.internal_listener",
+                typed_config=parts.pack(InternalListener()),
+            )
+        ],
+        static_resources=BootstrapStaticResources(listeners=listeners, clusters=clusters),
+    )
+
+
+def render(config: Config) -> str:
+    """The bootstrap as YAML; the same config gives the same bytes."""
+    return yaml.dump(
+        # Proto field names: betterproto2 spells the JSON name of `consecutive_5xx` wrongly.
+        bootstrap(config).to_dict(casing=_as_is),  # type: ignore[arg-type]  # any callable serves
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        width=100,
+    )
+
+
+class _Dumper(yaml.SafeDumper):
+    """Lua as literal blocks, and no anchors where the same value occurs twice."""
+
+    def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def _as_is(name: str) -> str:
+    return name.rstrip("_")

@@ -1,0 +1,305 @@
+"""The client-facing listener: what is stripped, bounded and unpacked, who decides, where it goes."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Final
+
+import msgspec
+from envoy_data_plane.envoy.config.cluster.v3 import Cluster, ClusterDiscoveryType
+from envoy_data_plane.envoy.config.common.mutation_rules.v3 import (
+    HeaderMutation as MutationRule,
+)
+from envoy_data_plane.envoy.config.common.mutation_rules.v3 import (
+    HeaderMutationRemoveOnMatch,
+)
+from envoy_data_plane.envoy.config.core.v3 import (
+    GrpcService,
+    GrpcServiceEnvoyGrpc,
+    Http2ProtocolOptions,
+    RuntimeFeatureFlag,
+    TypedExtensionConfig,
+)
+from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
+from envoy_data_plane.envoy.config.route.v3 import (
+    DirectResponseAction,
+    Route,
+    RouteConfiguration,
+    RouteMatch,
+    VirtualHost,
+)
+from envoy_data_plane.envoy.extensions.compression.gzip.decompressor.v3 import Gzip
+from envoy_data_plane.envoy.extensions.filters.http.decompressor.v3 import (
+    Decompressor,
+    DecompressorCommonDirectionConfig,
+    DecompressorRequestDirectionConfig,
+    DecompressorResponseDirectionConfig,
+)
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ExternalProcessor,
+    ProcessingMode,
+    ProcessingModeBodySendMode,
+    ProcessingModeHeaderSendMode,
+)
+from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import (
+    HeaderMutation,
+    Mutations,
+)
+from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
+    HttpConnectionManager,
+    LocalReplyConfig,
+)
+from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation.v3 import (
+    HeaderMutation as EarlyHeaderMutation,
+)
+from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
+    HttpProtocolOptions,
+    HttpProtocolOptionsExplicitHttpConfig,
+)
+from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
+
+from extproc.config import Config, route_chain
+from extproc.core import wire_names
+from extproc.core.errors import (
+    BAD_REQUEST,
+    GATEWAY_ERROR,
+    HEADERS_TOO_LARGE,
+    INVALID_JSON,
+    REQUEST_TIMEOUT,
+    REQUEST_TOO_LARGE,
+    ROUTER_UNAVAILABLE,
+    UPSTREAM_TIMEOUT,
+    RouteReason,
+    error_body,
+)
+from extproc.core.exchange import Respond
+from extproc.envoyconf import chain, lua, parts
+
+SLACK_S: Final = 0.25
+"""How much later than the router's deadline Envoy gives up on the sidecar: it answers first."""
+
+_STEERING_PREFIXES: Final = (wire_names.PREFIX, "x-envoy-")
+_LOGGED_REQUEST: Final = (
+    wire_names.CHAIN,
+    wire_names.ROUTE,
+    wire_names.REASON,
+    wire_names.ATTEMPTS,
+    wire_names.FALLBACK,
+    wire_names.SKIP,
+    wire_names.ADMISSION,
+    "x-request-id",
+)
+_LOGGED_RESPONSE: Final = (wire_names.UPSTREAM, wire_names.FALLBACK, wire_names.ATTEMPTS)
+
+
+def message_timeout_s(config: Config) -> float:
+    return config.router.deadline_s + SLACK_S
+
+
+def listener(config: Config) -> Listener:
+    hcm = HttpConnectionManager(
+        stat_prefix="ingress",
+        use_remote_address=True,
+        # Platform teams correlate by their own id; it never leaves a label.
+        preserve_external_request_id=True,
+        always_set_request_id_in_response=True,
+        server_name="pointsman",
+        normalize_path=True,
+        merge_slashes=True,
+        request_timeout=parts.seconds(config.server.read_timeout_s),
+        request_headers_timeout=parts.seconds(config.server.read_timeout_s),
+        stream_idle_timeout=timedelta(),  # the routes' idle_timeout decides
+        delayed_close_timeout=parts.DELAYED_CLOSE,
+        early_header_mutation_extensions=[_strip()],
+        local_reply_config=_local_replies(),
+        access_log=[parts.access_log(wire_names.LOG_REQUEST, _LOGGED_REQUEST, _LOGGED_RESPONSE)],
+        http_filters=[
+            parts.http_filter("admitted", _admitted()),
+            parts.http_filter("gunzip", _gunzip()),
+            parts.http_filter("ext_proc", _ext_proc(config)),
+            parts.lua_filter("ingress", "ingress", _script(config)),
+            parts.http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)),
+        ],
+        route_config=RouteConfiguration(
+            name="ingress",
+            virtual_hosts=[
+                VirtualHost(
+                    name="ingress",
+                    domains=["*"],
+                    response_headers_to_add=[
+                        parts.header(name, f"%REQ({name})%")
+                        for name in (wire_names.ROUTE, wire_names.REASON)
+                    ],
+                    routes=_routes(config),
+                )
+            ],
+        ),
+    )
+    listen = config.server.listen
+    return Listener(
+        name="ingress",
+        address=parts.socket_address(listen.host, listen.port),
+        per_connection_buffer_limit_bytes=1024 * 1024,
+        filter_chains=[
+            FilterChain(
+                filters=[
+                    Filter(
+                        name="envoy.filters.network.http_connection_manager",
+                        typed_config=parts.pack(hcm),
+                    )
+                ]
+            )
+        ],
+    )
+
+
+def sidecar_cluster(config: Config) -> Cluster:
+    """The sidecar on its Unix socket: ext_proc and the access log service."""
+    return Cluster(
+        name=parts.EXTPROC_CLUSTER,
+        type=ClusterDiscoveryType.STATIC,
+        connect_timeout=timedelta(milliseconds=250),
+        # One stream per request in flight; overflow would mean requests passing the sidecar by.
+        circuit_breakers=parts.concurrency(65536),
+        typed_extension_protocol_options={
+            parts.HTTP_OPTIONS: parts.pack(
+                HttpProtocolOptions(
+                    explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(
+                        http2_protocol_options=Http2ProtocolOptions()
+                    )
+                )
+            )
+        },
+        load_assignment=parts.load_assignment(
+            parts.EXTPROC_CLUSTER, parts.pipe_address(config.extproc_socket)
+        ),
+    )
+
+
+def _routes(config: Config) -> list[Route]:
+    chains = config.chains()
+    default = next(c for c in chains if c.name == route_chain(config.router.default))
+    return [
+        # The sidecar answers it before routing; only without the sidecar does it get here.
+        Route(
+            name="explain",
+            match=RouteMatch(path="/route"),
+            request_body_buffer_limit=config.server.max_body_bytes,
+            direct_response=DirectResponseAction(
+                status=ROUTER_UNAVAILABLE.status, body_format=parts.error_format(ROUTER_UNAVAILABLE)
+            ),
+        ),
+        *(chain.route(each, config) for each in chains),
+        chain.route(default, config, is_default=True),
+    ]
+
+
+def _strip() -> TypedExtensionConfig:
+    """Nobody outside may steer: not with our headers, nor with Envoy's own timeouts and retries."""
+    return TypedExtensionConfig(
+        name="strip",
+        typed_config=parts.pack(
+            EarlyHeaderMutation(
+                mutations=[
+                    MutationRule(
+                        remove_on_match=HeaderMutationRemoveOnMatch(
+                            key_matcher=StringMatcher(prefix=prefix)
+                        )
+                    )
+                    for prefix in _STEERING_PREFIXES
+                ]
+            )
+        ),
+    )
+
+
+def _admitted() -> HeaderMutation:
+    return HeaderMutation(
+        mutations=Mutations(
+            request_mutations=[MutationRule(append=parts.header(wire_names.ADMITTED, "1"))]
+        )
+    )
+
+
+def _gunzip() -> Decompressor:
+    """Plain bodies for the sidecar and the tiers; answers are left as they are."""
+    return Decompressor(
+        decompressor_library=TypedExtensionConfig(name="gzip", typed_config=parts.pack(Gzip())),
+        request_direction_config=DecompressorRequestDirectionConfig(
+            advertise_accept_encoding=False
+        ),
+        response_direction_config=DecompressorResponseDirectionConfig(
+            common_config=DecompressorCommonDirectionConfig(
+                enabled=RuntimeFeatureFlag(
+                    default_value=False, runtime_key="pointsman.decompress_responses"
+                )
+            )
+        ),
+    )
+
+
+def _ext_proc(config: Config) -> ExternalProcessor:
+    return ExternalProcessor(
+        grpc_service=GrpcService(
+            envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=parts.EXTPROC_CLUSTER)
+        ),
+        failure_mode_allow=True,  # a dead router degrades to the default route, and ingress.lua says so
+        message_timeout=parts.seconds(message_timeout_s(config)),
+        processing_mode=ProcessingMode(
+            request_header_mode=ProcessingModeHeaderSendMode.SEND,
+            request_body_mode=ProcessingModeBodySendMode.BUFFERED,
+            request_trailer_mode=ProcessingModeHeaderSendMode.SKIP,
+            response_header_mode=ProcessingModeHeaderSendMode.SKIP,
+            response_body_mode=ProcessingModeBodySendMode.NONE,
+            response_trailer_mode=ProcessingModeHeaderSendMode.SKIP,
+        ),
+    )
+
+
+def _script(config: Config) -> str:
+    default = route_chain(config.router.default)
+    chain_ = next(c for c in config.chains() if c.name == default)
+    model = config.upstreams[chain_.upstreams[0]].model
+    return lua.source(
+        "ingress.lua",
+        {
+            "chain": default,
+            "route": config.router.default,
+            "reason": RouteReason.DEGRADED_BYPASSED.value,
+            "model": msgspec.json.encode(model).decode(),
+            "model_name": model,
+            "invalid": error_body(INVALID_JSON).decode(),
+        },
+        json=True,
+    )
+
+
+def _local_replies() -> LocalReplyConfig:
+    """Nobody gets an empty error, not even from Envoy's own HTTP codec."""
+    unrouted = [
+        parts.header(name, value)
+        for name, value in Respond(status=0, body=b"").headers.items()
+        if name.startswith(wire_names.PREFIX)
+    ]
+    return LocalReplyConfig(
+        mappers=[
+            # The sidecar's own 4xx are local replies too and keep their bodies.
+            parts.local_reply(
+                parts.all_of(parts.status_is(400), parts.request_lacks(wire_names.ADMITTED)),
+                BAD_REQUEST,
+                unrouted,
+            ),
+            parts.local_reply(parts.flagged(["DPE"]), BAD_REQUEST, unrouted),
+            *(
+                parts.local_reply(parts.status_is(kind.status), kind, unrouted)
+                for kind in (REQUEST_TIMEOUT, REQUEST_TOO_LARGE, HEADERS_TOO_LARGE)
+            ),
+            parts.local_reply(
+                parts.all_of(parts.status_is(504), parts.any_flag()), UPSTREAM_TIMEOUT
+            ),
+            parts.local_reply(
+                parts.all_of(parts.status_at_least(500), parts.any_flag()), GATEWAY_ERROR
+            ),
+        ]
+    )

@@ -1,0 +1,172 @@
+"""The last resort: an internal listener that answers by itself, in the shape the client asked for."""
+
+from __future__ import annotations
+
+from typing import Any as Json
+from typing import Final
+
+import msgspec
+from envoy_data_plane.envoy.config.cluster.v3 import Cluster
+from envoy_data_plane.envoy.config.core.v3 import SubstitutionFormatString
+from envoy_data_plane.envoy.config.listener.v3 import (
+    Filter,
+    FilterChain,
+    Listener,
+    ListenerInternalListenerConfig,
+)
+from envoy_data_plane.envoy.config.route.v3 import (
+    DirectResponseAction,
+    HeaderMatcher,
+    Route,
+    RouteConfiguration,
+    RouteMatch,
+    VirtualHost,
+)
+from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
+    HttpConnectionManager,
+    HttpConnectionManagerCodecType,
+)
+from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
+
+from extproc.config import RULE, Config
+from extproc.core import wire_names
+from extproc.core.errors import NO_UPSTREAM
+from extproc.envoyconf import parts
+from extproc.envoyconf.chain import rule_member_name
+
+MODEL: Final = "pointsman-rule"
+"""The `model` of a rule answer."""
+
+# Written as values and replaced in the JSON text, which is then an Envoy format string.
+_ID: Final = "@ID@"
+_CREATED: Final = -1
+_CHAT: Final = r"(/.*)?/chat/completions(\?.*)?"
+_COMPLETIONS: Final = r"(/.*)?/(completions|generate)(\?.*)?"
+
+
+def member(config: Config) -> Cluster:
+    return parts.internal_cluster(
+        rule_member_name(),
+        rule_member_name(),
+        metadata={"name": RULE},
+        limit=1_000_000,
+        buffer_bytes=config.server.max_body_bytes,
+    )
+
+
+def listener(config: Config) -> Listener:
+    text = config.fallback.rule_response
+    hcm = HttpConnectionManager(
+        codec_type=HttpConnectionManagerCodecType.HTTP1,
+        stat_prefix=rule_member_name(),
+        generate_request_id=False,
+        delayed_close_timeout=parts.DELAYED_CLOSE,
+        http_filters=[parts.http_filter("envoy.filters.http.router", Router())],
+        route_config=RouteConfiguration(
+            virtual_hosts=[
+                VirtualHost(
+                    name=rule_member_name(),
+                    domains=["*"],
+                    response_headers_to_add=[
+                        parts.header(wire_names.UPSTREAM, RULE),
+                        parts.header(wire_names.MODEL, MODEL),
+                    ],
+                    routes=[
+                        *_answers(
+                            config,
+                            paths=_CHAT,
+                            whole=_chat(text, key="message"),
+                            chunk=_chat(text, key="delta"),
+                        ),
+                        *_answers(
+                            config,
+                            paths=_COMPLETIONS,
+                            whole=_completion(text),
+                            chunk=_completion(text),
+                        ),
+                        # No canned text passes for an embedding or a model list: an honest error.
+                        Route(
+                            match=RouteMatch(prefix="/"),
+                            request_body_buffer_limit=config.server.max_body_bytes,
+                            direct_response=DirectResponseAction(
+                                status=NO_UPSTREAM.status,
+                                body_format=parts.error_format(NO_UPSTREAM),
+                            ),
+                        ),
+                    ],
+                )
+            ]
+        ),
+    )
+    return Listener(
+        name=rule_member_name(),
+        internal_listener=ListenerInternalListenerConfig(),
+        per_connection_buffer_limit_bytes=config.server.max_body_bytes,
+        filter_chains=[
+            FilterChain(
+                filters=[
+                    Filter(
+                        name="envoy.filters.network.http_connection_manager",
+                        typed_config=parts.pack(hcm),
+                    )
+                ]
+            )
+        ],
+    )
+
+
+def _chat(text: str, *, key: str) -> dict[str, Json]:
+    choice = {
+        "index": 0,
+        key: {"role": "assistant", "content": text},
+        "finish_reason": "stop",
+    }
+    kind = "chat.completion" if key == "message" else "chat.completion.chunk"
+    return _envelope(kind, "chatcmpl-", choice)
+
+
+def _completion(text: str) -> dict[str, Json]:
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": "stop"}
+    return _envelope("text_completion", "cmpl-", choice)
+
+
+def _envelope(kind: str, prefix: str, choice: dict[str, Json]) -> dict[str, Json]:
+    return {
+        "id": prefix + _ID,
+        "object": kind,
+        "created": _CREATED,
+        "model": MODEL,
+        "choices": [choice],
+        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+    }
+
+
+def _answers(
+    config: Config, *, paths: str, whole: dict[str, Json], chunk: dict[str, Json]
+) -> list[Route]:
+    streamed = HeaderMatcher(name=wire_names.STREAM, string_match=StringMatcher(exact="true"))
+    events = f"data: {_formatted(chunk)}\n\ndata: [DONE]\n\n"
+    return [
+        _direct(
+            config, paths, [streamed], parts.text_body(events, content_type="text/event-stream")
+        ),
+        _direct(config, paths, [], parts.text_body(_formatted(whole))),
+    ]
+
+
+def _direct(
+    config: Config, paths: str, headers: list[HeaderMatcher], body: SubstitutionFormatString
+) -> Route:
+    return Route(
+        match=RouteMatch(safe_regex=RegexMatcher(regex=paths), headers=headers),
+        request_body_buffer_limit=config.server.max_body_bytes,
+        direct_response=DirectResponseAction(status=200, body_format=body),
+    )
+
+
+def _formatted(answer: dict[str, Json]) -> str:
+    text = parts.verbatim(msgspec.json.encode(answer).decode())
+    return text.replace(_ID, "%UNIQUE_ID%").replace(
+        f'"created":{_CREATED}', '"created":%START_TIME(%s)%'
+    )

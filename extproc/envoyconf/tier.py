@@ -1,0 +1,418 @@
+"""A tier: the internal listener in front of one upstream, and the cluster of its real hosts.
+
+Everything that belongs to one upstream lives here: model, credentials, host, path, times, retries
+on the same host, what counts as a bad answer and why it failed.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from datetime import timedelta
+from typing import Final
+
+import msgspec
+from envoy_data_plane.envoy.config.accesslog.v3 import AccessLogFilter
+from envoy_data_plane.envoy.config.cluster.v3 import (
+    CircuitBreakersThresholdsRetryBudget,
+    Cluster,
+    ClusterDiscoveryType,
+    ClusterDnsLookupFamily,
+    OutlierDetection,
+)
+from envoy_data_plane.envoy.config.core.v3 import (
+    DataSource,
+    Http1ProtocolOptions,
+    TransportSocket,
+    UpstreamHttpProtocolOptions,
+)
+from envoy_data_plane.envoy.config.core.v3 import (
+    HttpProtocolOptions as CommonHttpProtocolOptions,
+)
+from envoy_data_plane.envoy.config.listener.v3 import (
+    Filter,
+    FilterChain,
+    Listener,
+    ListenerInternalListenerConfig,
+)
+from envoy_data_plane.envoy.config.route.v3 import (
+    DirectResponseAction,
+    HeaderMatcher,
+    RetryPolicy,
+    RetryPolicyRateLimitedRetryBackOff,
+    RetryPolicyResetHeader,
+    RetryPolicyResetHeaderFormat,
+    RetryPolicyRetryBackOff,
+    Route,
+    RouteAction,
+    RouteConfiguration,
+    RouteMatch,
+    VirtualHost,
+)
+from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
+    HttpConnectionManager,
+    HttpConnectionManagerCodecType,
+    HttpConnectionManagerHcmAccessLogOptions,
+    LocalReplyConfig,
+    ResponseMapper,
+)
+from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import (
+    CertificateValidationContext,
+    CommonTlsContext,
+    SubjectAltNameMatcher,
+    SubjectAltNameMatcherSanType,
+    UpstreamTlsContext,
+)
+from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
+    HttpProtocolOptions,
+    HttpProtocolOptionsAutoHttpConfig,
+    HttpProtocolOptionsExplicitHttpConfig,
+)
+from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
+from envoy_data_plane.envoy.type.v3 import Percent
+from envoy_data_plane.google.protobuf import Any
+
+from extproc.config import RETRY_AFTER_CAP_S, Config, Upstream
+from extproc.core import wire_names
+from extproc.core.errors import (
+    GATEWAY_ERROR,
+    REQUEST_TOO_LARGE,
+    UPSTREAM_TIMEOUT,
+    ErrorKind,
+    FallbackReason,
+)
+from extproc.envoyconf import lua, parts
+
+SKIPPED_STATUS: Final = 460
+"""Outlier detection counts 5xx, so a skipped or uncounted attempt travels as a 4xx of our own."""
+
+CA_BUNDLE: Final = "/etc/ssl/certs/ca-certificates.crt"
+
+_CLIENT_KEYS: Final = ("authorization", "x-api-key", "api-key")
+_NEVER_FORWARDED: Final = (
+    "cookie",
+    # Answers are read here (usage, schema), so the provider is asked for plain ones.
+    "accept-encoding",
+    "x-forwarded-for",
+    "x-forwarded-proto",
+    "x-envoy-external-address",
+    "x-envoy-internal",
+    "x-envoy-attempt-count",
+    "x-envoy-original-path",
+    "x-envoy-expected-rq-timeout-ms",
+    wire_names.ADMITTED,
+    wire_names.CHAIN,
+    wire_names.ROUTE,
+    wire_names.REASON,
+    wire_names.MODEL_SPAN,
+    wire_names.STREAM,
+    wire_names.SKIP,
+    wire_names.ADMISSION,
+    wire_names.UPSTREAM,
+    wire_names.ATTEMPTS,
+    wire_names.FALLBACK,
+)
+
+# Which response flags mean what: https://www.envoyproxy.io/docs/envoy/latest/configuration/
+# observability/access_log/usage#response-flags-format
+_FLAGS: Final[tuple[tuple[tuple[str, ...], FallbackReason, ErrorKind], ...]] = (
+    (("UT",), FallbackReason.TIMEOUT, UPSTREAM_TIMEOUT),
+    (("UO",), FallbackReason.OVERFLOW, GATEWAY_ERROR),
+)
+
+
+def member_name(upstream: Upstream) -> str:
+    """The cluster that chains list; it carries the outlier detection."""
+    return f"tier.{upstream.id}"
+
+
+def member(upstream: Upstream, config: Config) -> Cluster:
+    cluster = parts.internal_cluster(
+        member_name(upstream),
+        member_name(upstream),
+        metadata={"name": upstream.name},
+        limit=upstream.max_concurrent_requests * 4,
+        buffer_bytes=config.server.max_body_bytes,
+    )
+    cluster.outlier_detection = outlier_detection(config)
+    return cluster
+
+
+def outlier_detection(config: Config) -> OutlierDetection:
+    """The circuit policy as far as Envoy alone can carry it: consecutive failures, no half-open.
+
+    The ejection ends half a second before the cooldown does, so that the gate's first trial, let
+    through at the cooldown, does not meet an upstream that Envoy still holds ejected.
+    """
+    ejection = parts.seconds(max(config.circuit.cooldown_s - 0.5, 0.25))
+    return OutlierDetection(
+        consecutive_5xx=config.circuit.failure_threshold,
+        enforcing_consecutive_5xx=100,
+        enforcing_success_rate=0,
+        enforcing_consecutive_gateway_failure=0,
+        interval=timedelta(milliseconds=250),  # un-ejection happens on its ticks
+        base_ejection_time=ejection,
+        max_ejection_time=ejection,
+        max_ejection_time_jitter=timedelta(),
+        max_ejection_percent=100,
+    )
+
+
+def hosts_name(upstream: Upstream) -> str:
+    return f"hosts.{upstream.id}"
+
+
+def hosts(upstream: Upstream, config: Config) -> Cluster:
+    """The provider itself."""
+    name = hosts_name(upstream)
+    limits = parts.concurrency(upstream.max_concurrent_requests)
+    # A dying upstream is not hammered: retries are at most a fifth of what is in flight.
+    limits.thresholds[0].max_retries = None
+    limits.thresholds[0].retry_budget = CircuitBreakersThresholdsRetryBudget(
+        budget_percent=Percent(value=20), min_retry_concurrency=3
+    )
+    cluster = Cluster(
+        name=name,
+        type=ClusterDiscoveryType.STATIC
+        if _is_ip(upstream.host)
+        else ClusterDiscoveryType.STRICT_DNS,
+        dns_lookup_family=ClusterDnsLookupFamily.V4_PREFERRED,
+        # A name that does not resolve must not keep the listener from opening.
+        wait_for_warm_on_init=None if _is_ip(upstream.host) else False,
+        connect_timeout=parts.seconds(upstream.connect_timeout_s),
+        per_connection_buffer_limit_bytes=config.server.max_body_bytes,
+        common_lb_config=parts.strict_lb(),
+        circuit_breakers=limits,
+        typed_extension_protocol_options={parts.HTTP_OPTIONS: _protocol(upstream)},
+        load_assignment=parts.load_assignment(
+            name, parts.socket_address(upstream.host, upstream.port)
+        ),
+    )
+    if upstream.tls:
+        cluster.transport_socket = _tls(upstream)
+    return cluster
+
+
+def listener(upstream: Upstream, config: Config) -> Listener:
+    name = member_name(upstream)
+    script = lua.source(
+        "tier.lua",
+        {
+            "name": upstream.name,
+            "model_name": upstream.model,
+            "model": msgspec.json.encode(upstream.model).decode(),
+            "counted": "," + ",".join(sorted(config.circuit.counted_errors)) + ",",
+        },
+        json=True,
+    )
+    hcm = HttpConnectionManager(
+        codec_type=HttpConnectionManagerCodecType.HTTP1,
+        stat_prefix=name,
+        generate_request_id=False,
+        delayed_close_timeout=parts.DELAYED_CLOSE,
+        # A trial's verdict is wanted at the headers of a stream, not at its end minutes later.
+        access_log_options=HttpConnectionManagerHcmAccessLogOptions(
+            access_log_flush_interval=timedelta(seconds=1)
+        ),
+        stream_idle_timeout=timedelta(),  # the route's idle_timeout decides
+        local_reply_config=LocalReplyConfig(mappers=_mappers(upstream)),
+        access_log=[
+            parts.access_log(
+                wire_names.LOG_ATTEMPT_PREFIX + upstream.id,
+                [wire_names.ADMISSION, wire_names.ROUTE],
+                [wire_names.FAIL],
+            )
+        ],
+        http_filters=[
+            parts.lua_filter("tier", name, script),
+            parts.http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)),
+        ],
+        route_config=RouteConfiguration(
+            virtual_hosts=[
+                VirtualHost(
+                    name=name,
+                    domains=["*"],
+                    routes=[_skip(upstream, config), *_routes(upstream, config)],
+                )
+            ]
+        ),
+    )
+    return Listener(
+        name=name,
+        internal_listener=ListenerInternalListenerConfig(),
+        per_connection_buffer_limit_bytes=config.server.max_body_bytes,
+        filter_chains=[
+            FilterChain(
+                filters=[
+                    Filter(
+                        name="envoy.filters.network.http_connection_manager",
+                        typed_config=parts.pack(hcm),
+                    )
+                ]
+            )
+        ],
+    )
+
+
+def idle_timeout_s(upstream: Upstream, config: Config) -> float:
+    """Longest silence of a live stream.
+
+    Envoy's route `idle_timeout` also runs before the headers, where it would end the exchange in a
+    504 that nothing retries, so it stays above the longest wait for them.
+    """
+    return max(config.server.write_timeout_s, config.visit_limit_s(upstream) + 1)
+
+
+def _skip(upstream: Upstream, config: Config) -> Route:
+    return Route(
+        name="skip",
+        match=RouteMatch(
+            prefix="/",
+            headers=[
+                HeaderMatcher(
+                    name=wire_names.SKIP, string_match=StringMatcher(contains=f",{upstream.id},")
+                )
+            ],
+        ),
+        request_body_buffer_limit=config.server.max_body_bytes,
+        direct_response=DirectResponseAction(status=SKIPPED_STATUS),
+        response_headers_to_add=[parts.header(wire_names.FAIL, FallbackReason.CIRCUIT_OPEN.value)],
+    )
+
+
+def _routes(upstream: Upstream, config: Config) -> list[Route]:
+    """The client's path joined to `base_url`, what they share written once.
+
+    base `/openai/v1`: `/v1/models` -> `/openai/v1/models`, `/openai/v1/models` stays, `/x` ->
+    `/openai/v1/x`. So clients may use the provider's own paths or OpenAI's.
+    """
+    base = upstream.path
+    segments = base.split("/")[1:] if base else []
+    shared = ["/" + "/".join(segments[start:]) for start in range(len(segments))]
+    routes = [
+        _route(upstream, config, RouteMatch(path_separated_prefix=path), base) for path in shared
+    ]
+    routes.append(_route(upstream, config, RouteMatch(prefix="/"), f"{base}/" if base else ""))
+    return routes
+
+
+def _route(upstream: Upstream, config: Config, match: RouteMatch, rewrite: str) -> Route:
+    removed = list(_NEVER_FORWARDED)
+    added = []
+    if upstream.api_key_env is not None:
+        removed += _CLIENT_KEYS[1:]
+        # Read by Envoy from its own environment: the secret is in no rendered file.
+        added.append(parts.header("authorization", f"Bearer %ENVIRONMENT({upstream.api_key_env})%"))
+    return Route(
+        match=match,
+        request_body_buffer_limit=config.server.max_body_bytes,
+        request_headers_to_remove=removed,
+        request_headers_to_add=added,
+        # A provider cannot speak in our name.
+        response_headers_to_remove=[
+            wire_names.FAIL,
+            wire_names.STATUS,
+            wire_names.ATTEMPTS,
+            wire_names.FALLBACK,
+            wire_names.ROUTE,
+            wire_names.REASON,
+        ],
+        route=RouteAction(
+            cluster=hosts_name(upstream),
+            host_rewrite_literal=upstream.url.netloc,
+            prefix_rewrite=rewrite,
+            timeout=timedelta(),
+            idle_timeout=parts.seconds(idle_timeout_s(upstream, config)),
+            retry_policy=_retry(upstream, config),
+        ),
+    )
+
+
+def _retry(upstream: Upstream, config: Config) -> RetryPolicy:
+    """Never after a timeout (a silent provider stays silent) nor a reset in flight (it may work)."""
+    policy = RetryPolicy(per_try_timeout=parts.seconds(upstream.inference_timeout_s), num_retries=0)
+    if config.retry.max_retries > 0:
+        policy.retry_on = "retriable-status-codes,connect-failure,reset-before-request"
+        policy.retriable_status_codes = [500, 502, 503, 429]
+        policy.num_retries = config.retry.max_retries
+        policy.retry_back_off = RetryPolicyRetryBackOff(
+            base_interval=parts.seconds(config.retry.base_s),
+            max_interval=parts.seconds(config.retry.max_s),
+        )
+        policy.rate_limited_retry_back_off = RetryPolicyRateLimitedRetryBackOff(
+            reset_headers=[
+                RetryPolicyResetHeader(
+                    name="retry-after", format=RetryPolicyResetHeaderFormat.SECONDS
+                )
+            ],
+            max_interval=parts.seconds(RETRY_AFTER_CAP_S),
+        )
+    return policy
+
+
+def _mappers(upstream: Upstream) -> list[ResponseMapper]:
+    """Names on every failure that Envoy reports by itself.
+
+    tier.lua sees these replies as well, except when it is waiting for a body that broke off.
+    """
+    who = [
+        parts.header(wire_names.UPSTREAM, parts.verbatim(upstream.name)),
+        parts.header(wire_names.MODEL, parts.verbatim(upstream.model)),
+    ]
+
+    def failure(when: AccessLogFilter, kind: ErrorKind, reason: FallbackReason) -> ResponseMapper:
+        return parts.local_reply(when, kind, [*who, parts.header(wire_names.FAIL, reason.value)])
+
+    return [
+        parts.local_reply(parts.status_is(413), REQUEST_TOO_LARGE, who),
+        *(failure(parts.flagged(flags), kind, reason) for flags, reason, kind in _FLAGS),
+        failure(parts.status_at_least(500), GATEWAY_ERROR, FallbackReason.CONNECT_ERROR),
+    ]
+
+
+def _protocol(upstream: Upstream) -> Any:
+    """HTTP/1.1 in clear; over TLS whatever ALPN settles on."""
+    http1 = Http1ProtocolOptions()
+    options = HttpProtocolOptions(
+        common_http_protocol_options=CommonHttpProtocolOptions(idle_timeout=timedelta(seconds=60))
+    )
+    if upstream.tls:
+        options.auto_config = HttpProtocolOptionsAutoHttpConfig(http_protocol_options=http1)
+        options.upstream_http_protocol_options = UpstreamHttpProtocolOptions(
+            auto_sni=True, auto_san_validation=True
+        )
+    else:
+        options.explicit_http_config = HttpProtocolOptionsExplicitHttpConfig(
+            http_protocol_options=http1
+        )
+    return parts.pack(options)
+
+
+def _tls(upstream: Upstream) -> TransportSocket:
+    context = UpstreamTlsContext(
+        sni=upstream.host,
+        common_tls_context=CommonTlsContext(
+            validation_context=CertificateValidationContext(
+                trusted_ca=DataSource(filename=CA_BUNDLE),
+                match_typed_subject_alt_names=[
+                    SubjectAltNameMatcher(
+                        san_type=(
+                            SubjectAltNameMatcherSanType.IP_ADDRESS
+                            if _is_ip(upstream.host)
+                            else SubjectAltNameMatcherSanType.DNS
+                        ),
+                        matcher=StringMatcher(exact=upstream.host),
+                    )
+                ],
+            )
+        ),
+    )
+    return TransportSocket(name="envoy.transport_sockets.tls", typed_config=parts.pack(context))
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
