@@ -1,0 +1,508 @@
+"""One owner of one bounded queue of texts and of the workers that embed them; it knows no model.
+
+An idle worker takes the next entry at once. Each entry carries its own reply and deadline; one whose
+caller has gone or whose time is up is skipped and counted, never embedded. Every failure is a value.
+A worker holds one entry at a time, so its death costs exactly that entry; it is then replaced, with
+backoff. Liveness is proved by work: an idle worker gets a real text now and then, through the same
+socket and the same code as everything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import signal
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, StrEnum, auto
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extproc.core.errors import RouteReason
+from extproc.embedding import link as links
+from extproc.embedding.frames import Done, Failed, Job, Ready, Reply, Unable, encode_text
+from extproc.embedding.model import ModelError, ModelFiles
+from extproc.embedding.text import bound
+
+_BACKOFF_FIRST_S: Final = 0.1
+_BACKOFF_MAX_S: Final = 5.0
+_STABLE_S: Final = 30.0
+"""A worker that lived so long starts the backoff anew."""
+_TICK_MAX_S: Final = 0.5
+_CLOSE_GRACE_S: Final = 2.0
+_LEAK_FACTOR: Final = 2
+_LEAK_BYTES: Final = 256 << 20
+"""A worker that outgrows twice its size when warm by so much is replaced between two entries."""
+_ATTEMPTS: Final = 3
+_PING_TEXT: Final = b"ping"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """`vectors`: read-only float32 [k, dimension], k = 1, or 2 for a long text."""
+
+    vectors: NDArray[np.float32]
+    wait_s: float
+    """In the queue, until a worker took it."""
+    embed_s: float
+    """In the worker: tokenise and run."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotEmbedded:
+    """Why not: degraded_deadline, degraded_queue_full or degraded_worker."""
+
+    reason: RouteReason
+
+
+class SkipCause(StrEnum):
+    """Why an entry was never embedded although there was room for it."""
+
+    DEADLINE = "deadline"
+    CALLER_GONE = "caller_gone"
+
+
+class RestartCause(StrEnum):
+    """Why a worker was replaced."""
+
+    START = "start"
+    """It never became ready."""
+    EXIT = "exit"
+    SIGNAL = "signal"
+    HANG = "hang"
+    MEMORY = "memory"
+    PROTOCOL = "protocol"
+
+
+class PoolEvents(Protocol):
+    """What the pool reports, as it happens; must not raise, and is on the hot path."""
+
+    def queue_depth(self, depth: int) -> None:
+        """Entries waiting for a worker; told at each change."""
+
+    def embedded(self, *, wait_s: float, embed_s: float) -> None:
+        """A worker finished an entry, be its caller still there or not."""
+
+    def skipped(self, cause: SkipCause) -> None: ...
+
+    def worker_restarted(self, cause: RestartCause) -> None:
+        """A worker ended by itself or was killed; its replacement follows."""
+
+
+_LATE: Final = NotEmbedded(RouteReason.DEGRADED_DEADLINE)
+_FULL: Final = NotEmbedded(RouteReason.DEGRADED_QUEUE_FULL)
+_LOST: Final = NotEmbedded(RouteReason.DEGRADED_WORKER)
+
+Outcome = Embedded | NotEmbedded
+
+
+class _Entry:
+    __slots__ = ("admitted", "deadline", "reply", "text", "wait_s")
+
+    def __init__(
+        self, text: str, *, admitted: float, deadline: float, reply: asyncio.Future[Outcome]
+    ) -> None:
+        self.text = encode_text(bound(text))
+        self.admitted = admitted
+        self.deadline = deadline
+        self.reply = reply
+        self.wait_s = 0.0
+
+    def answer(self, outcome: Outcome) -> None:
+        if not self.reply.done():
+            self.reply.set_result(outcome)
+
+
+class _State(Enum):
+    STARTING = auto()
+    IDLE = auto()
+    BUSY = auto()
+    LOST = auto()
+    """Nothing more is sent to it or expected of it but its exit."""
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """One process, from launch to exit; the pool mutates it."""
+
+    started: asyncio.Future[None]
+    """Of its seat: done when the first worker there was ready."""
+    since: float
+    """When it entered its state."""
+    state: _State = _State.STARTING
+    link: links.Link | None = None
+    entry: _Entry | None = None
+    """What it works on; None while it is busy: a ping."""
+    job: int = 0
+    cause: RestartCause | None = None
+    """Set once its fate is sealed."""
+    words: str = ""
+    limit_bytes: int = 0
+    ready_at: float | None = None
+
+
+class Pool:
+    """Mutable, and only from the event loop: `_waiting`, `_workers`, `_idle` (a stack), `_closing`.
+
+    An entry is in `_waiting`, or in one worker's `entry`, or answered. While a worker is idle,
+    `_waiting` is empty.
+    """
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        *,
+        workers: int,
+        queue: int,
+        events: PoolEvents,
+        hang_timeout_s: float = 5.0,
+        ping_interval_s: float = 3.0,
+        start_timeout_s: float = 60.0,
+        launch: links.Launch = links.launch,
+    ) -> None:
+        """`queue`: how many entries may wait; beyond it they are refused at once."""
+        self._files = files
+        self._seats = workers
+        self._capacity = queue
+        self._events = events
+        self._hang_timeout_s = hang_timeout_s
+        self._ping_interval_s = ping_interval_s
+        self._start_timeout_s = start_timeout_s
+        self._launch = launch
+        self._tick_s = min(_TICK_MAX_S, hang_timeout_s / 4)
+        self._waiting: OrderedDict[_Entry, None] = OrderedDict()
+        self._workers: set[_Worker] = set()
+        self._idle: list[_Worker] = []
+        self._keepers: list[asyncio.Task[None]] = []
+        self._closing = asyncio.Event()
+        self._ticker: asyncio.TimerHandle | None = None
+
+    # --- life ------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Return when every worker is warm; raises ModelError, with nothing left behind."""
+        self._loop = asyncio.get_running_loop()
+        started = [self._loop.create_future() for _ in range(self._seats)]
+        self._keepers = [self._loop.create_task(self._keep(seat)) for seat in started]
+        for keeper in self._keepers:
+            keeper.add_done_callback(_report)
+        self._schedule_tick()
+        try:
+            await asyncio.gather(*started)
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def aclose(self) -> None:
+        """End every worker; what still waits is answered with degraded_worker."""
+        self._closing.set()
+        if self._ticker is not None:
+            self._ticker.cancel()
+        while self._waiting:
+            entry, _ = self._waiting.popitem(last=False)
+            entry.answer(_LOST)
+        for worker in self._workers:
+            self._retire(worker)
+        if not self._keepers:
+            return
+        _, stuck = await asyncio.wait(self._keepers, timeout=_CLOSE_GRACE_S)
+        if stuck:
+            for worker in self._workers:
+                if worker.link is not None:
+                    worker.link.kill()
+            await asyncio.wait(stuck)
+
+    # --- work ------------------------------------------------------------------------------------
+
+    async def embed(self, text: str, *, deadline: float) -> Outcome:
+        """Never raises for a failure, never waits past `deadline` (in loop.time() seconds)."""
+        return await self._submit(text, deadline=deadline, capacity=self._capacity)
+
+    async def embed_many(self, texts: Sequence[str]) -> list[NDArray[np.float32]]:
+        """All of `texts`, in order, however long the queue; raises ModelError. For start-up."""
+        outcomes: list[Outcome] = [_LOST] * len(texts)
+        todo = iter(enumerate(texts))
+
+        async def feed() -> None:
+            for index, text in todo:
+                for _ in range(_ATTEMPTS):
+                    # At most one a seat waits, so these never crowd out the bounded queue.
+                    deadline = self._loop.time() + self._start_timeout_s
+                    outcome = await self._submit(text, deadline=deadline, capacity=math.inf)
+                    outcomes[index] = outcome
+                    if isinstance(outcome, Embedded) or self._closing.is_set():
+                        break
+
+        await asyncio.gather(*(feed() for _ in range(self._seats)))
+        vectors = [outcome.vectors for outcome in outcomes if isinstance(outcome, Embedded)]
+        if len(vectors) < len(texts):
+            raise ModelError(
+                f"{self._files.onnx}: {len(texts) - len(vectors)} of {len(texts)} texts could not "
+                "be embedded: the workers died over them; their messages are on stderr"
+            )
+        return vectors
+
+    async def _submit(self, text: str, *, deadline: float, capacity: float) -> Outcome:
+        if self._closing.is_set():
+            return _LOST
+        now = self._loop.time()
+        if now >= deadline:
+            self._events.skipped(SkipCause.DEADLINE)
+            return _LATE
+        reply: asyncio.Future[Outcome] = self._loop.create_future()
+        entry = _Entry(text, admitted=now, deadline=deadline, reply=reply)
+        if not self._admit(entry, capacity):
+            return _FULL
+        timer = self._loop.call_at(deadline, self._expire, entry)
+        try:
+            return await reply
+        finally:
+            timer.cancel()
+            if reply.cancelled():
+                self._abandon(entry)
+
+    def _admit(self, entry: _Entry, capacity: float) -> bool:
+        while self._idle:
+            if self._hand(self._idle.pop(), entry):
+                return True
+        if len(self._waiting) >= capacity:
+            return False
+        self._waiting[entry] = None
+        self._events.queue_depth(len(self._waiting))
+        return True
+
+    def _expire(self, entry: _Entry) -> None:
+        if entry.reply.done():
+            return
+        entry.answer(_LATE)
+        self._withdraw(entry, SkipCause.DEADLINE)
+
+    def _abandon(self, entry: _Entry) -> None:
+        self._withdraw(entry, SkipCause.CALLER_GONE)
+
+    def _withdraw(self, entry: _Entry, cause: SkipCause) -> None:
+        """Out of the queue; one that a worker already holds is finished for nobody."""
+        if entry in self._waiting:
+            del self._waiting[entry]
+            self._events.skipped(cause)
+            self._events.queue_depth(len(self._waiting))
+
+    def _next_entry(self) -> _Entry | None:
+        """The oldest entry that somebody still waits for, in time."""
+        now = self._loop.time()
+        found = None
+        depth = len(self._waiting)
+        while self._waiting and found is None:
+            entry, _ = self._waiting.popitem(last=False)
+            if entry.reply.done():
+                self._events.skipped(SkipCause.CALLER_GONE)
+            elif now >= entry.deadline:  # its timer is due in this turn of the loop
+                entry.answer(_LATE)
+                self._events.skipped(SkipCause.DEADLINE)
+            else:
+                found = entry
+        if depth:
+            self._events.queue_depth(len(self._waiting))
+        return found
+
+    def _hand(self, worker: _Worker, entry: _Entry) -> bool:
+        """Give an entry to a worker that has none; False: the worker is dying."""
+        now = self._loop.time()
+        if not self._send(worker, entry.text, now):
+            return False
+        worker.entry = entry
+        entry.wait_s = now - entry.admitted
+        return True
+
+    def _send(self, worker: _Worker, text: bytes, now: float) -> bool:
+        worker.job += 1
+        worker.since = now
+        assert worker.link is not None
+        if worker.link.send(Job(worker.job, text)):
+            worker.state = _State.BUSY
+            return True
+        worker.state = _State.LOST
+        worker.link.kill()
+        return False
+
+    def _free(self, worker: _Worker) -> None:
+        """The worker can take an entry: the oldest one, or the next to come."""
+        if worker.cause is not None:
+            self._retire(worker)
+            return
+        entry = self._next_entry()
+        if entry is None:
+            worker.state, worker.since = _State.IDLE, self._loop.time()
+            self._idle.append(worker)
+        elif not self._hand(worker, entry):
+            self._waiting[entry] = None
+            self._waiting.move_to_end(entry, last=False)
+            self._events.queue_depth(len(self._waiting))
+
+    # --- what workers say --------------------------------------------------------------------------
+
+    def _told(self, worker: _Worker, event: Reply | links.Closed) -> None:
+        if (
+            isinstance(event, Done | Failed)
+            and worker.state is _State.BUSY
+            and event.id == worker.job
+        ):
+            entry, worker.entry = worker.entry, None
+            self._free(worker)  # before the caller wakes: the worker must not wait for it
+            if entry is not None:
+                self._answer(entry, event)
+        elif isinstance(event, Ready) and worker.state is _State.STARTING:
+            self._welcome(worker)
+        elif isinstance(event, Unable):
+            worker.words = event.reason
+        elif isinstance(event, links.Closed) and not event.garbled:
+            self._lose(worker)
+        else:
+            self._condemn(worker, RestartCause.PROTOCOL)
+
+    def _answer(self, entry: _Entry, reply: Done | Failed) -> None:
+        if isinstance(reply, Failed):
+            _log.warning("a worker could not embed a text: %s", reply.reason)
+            entry.answer(_LOST)
+            return
+        self._events.embedded(wait_s=entry.wait_s, embed_s=reply.embed_s)
+        vectors = np.frombuffer(reply.vectors, np.float32).reshape(reply.rows, -1)
+        entry.answer(Embedded(vectors, entry.wait_s, reply.embed_s))
+
+    def _welcome(self, worker: _Worker) -> None:
+        assert worker.link is not None
+        worker.ready_at = self._loop.time()
+        worker.limit_bytes = _LEAK_FACTOR * worker.link.resident_bytes() + _LEAK_BYTES
+        if not worker.started.done():
+            worker.started.set_result(None)
+        self._free(worker)
+
+    def _condemn(self, worker: _Worker, cause: RestartCause) -> None:
+        """Kill it now; its exit does the rest."""
+        worker.cause = worker.cause or cause
+        if worker.link is not None:
+            worker.link.kill()
+        self._lose(worker)
+
+    def _retire(self, worker: _Worker) -> None:
+        """Let it exit by itself: its socket closes."""
+        if worker.link is not None:
+            worker.link.close()
+        self._lose(worker)
+
+    def _lose(self, worker: _Worker) -> None:
+        """Its entry in flight is the only one that its death costs."""
+        entry, worker.entry = worker.entry, None
+        if entry is not None:
+            entry.answer(_LOST)
+        if worker.state is _State.IDLE:
+            self._idle.remove(worker)
+        worker.state, worker.since = _State.LOST, self._loop.time()
+
+    # --- supervision -------------------------------------------------------------------------------
+
+    async def _keep(self, started: asyncio.Future[None]) -> None:
+        """One seat: a worker, and after its death the next one, until the pool closes."""
+        backoff_s = _BACKOFF_FIRST_S
+        while not self._closing.is_set():
+            worker = _Worker(started, self._loop.time())
+            cause = await self._live(worker)
+            if self._closing.is_set():
+                break
+            if not started.done():
+                started.set_exception(ModelError(worker.words))
+                break
+            lived_s = 0.0 if worker.ready_at is None else self._loop.time() - worker.ready_at
+            if lived_s >= _STABLE_S:
+                backoff_s = _BACKOFF_FIRST_S
+            _log.warning("worker lost: %s; next in %.1f s. %s", cause, backoff_s, worker.words)
+            self._events.worker_restarted(cause)
+            await self._pause(backoff_s)
+            backoff_s = min(2 * backoff_s, _BACKOFF_MAX_S)
+        if not started.done():
+            started.set_exception(ModelError("the pool was closed while it started"))
+
+    async def _live(self, worker: _Worker) -> RestartCause:
+        """One worker from launch to exit."""
+        try:
+            worker.link = await self._launch(self._files, lambda event: self._told(worker, event))
+        except OSError as error:
+            worker.words = f"cannot start a worker process: {error}"
+            return RestartCause.START
+        self._workers.add(worker)
+        if self._closing.is_set():
+            self._retire(worker)
+        status = await worker.link.exited()
+        self._workers.remove(worker)
+        self._retire(worker)
+        if not worker.words:
+            worker.words = f"{self._files.onnx}: its worker ended with {_ending(status)}"
+        if worker.ready_at is None:
+            return RestartCause.START
+        return worker.cause or (RestartCause.SIGNAL if status < 0 else RestartCause.EXIT)
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, but not past `aclose`."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
+        except TimeoutError:
+            pass
+
+    def _schedule_tick(self) -> None:
+        due = self._loop.time() + self._tick_s
+        self._ticker = self._loop.call_at(due, self._tick, due)
+
+    def _tick(self, due: float) -> None:
+        self._schedule_tick()
+        now = self._loop.time()
+        if now > due + self._tick_s:
+            # The loop itself stood still: answers may lie unread in the sockets, so judge nobody.
+            return
+        for worker in tuple(self._workers):
+            self._check(worker, now)
+
+    def _check(self, worker: _Worker, now: float) -> None:
+        assert worker.link is not None
+        waited_s = now - worker.since
+        match worker.state:
+            case _State.STARTING if waited_s > self._start_timeout_s:
+                worker.words = f"{self._files.onnx}: not loaded within {self._start_timeout_s:g} s"
+                self._condemn(worker, RestartCause.START)
+            case _State.BUSY if waited_s > self._hang_timeout_s:
+                self._condemn(worker, RestartCause.HANG)
+            case _State.IDLE if waited_s > self._ping_interval_s:
+                self._idle.remove(worker)
+                self._send(worker, _PING_TEXT, now)
+            case _State.LOST if waited_s > _CLOSE_GRACE_S:
+                worker.link.kill()
+        if worker.state in (_State.BUSY, _State.IDLE):
+            self._check_memory(worker)
+
+    def _check_memory(self, worker: _Worker) -> None:
+        assert worker.link is not None
+        if worker.link.resident_bytes() > worker.limit_bytes:
+            worker.cause = RestartCause.MEMORY
+            if worker.state is _State.IDLE:
+                self._retire(worker)
+
+
+def _report(keeper: asyncio.Task[None]) -> None:
+    """A keeper never raises; should it, a seat stays empty and somebody must know."""
+    if not keeper.cancelled() and (error := keeper.exception()) is not None:
+        _log.critical("the pool lost a seat", exc_info=error)
+
+
+def _ending(status: int) -> str:
+    if status >= 0:
+        return f"status {status}"
+    try:
+        return signal.Signals(-status).name
+    except ValueError:
+        return f"signal {-status}"
