@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from enum import StrEnum
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -93,6 +94,7 @@ class Metrics:
         self._skipped = Counter(
             "pointsman_queue_skipped",
             "Prompts never embedded because their time was up or their caller had gone.",
+            ["cause"],
             registry=registry,
         )
         self._worker_restarts = Counter(
@@ -154,11 +156,11 @@ class Metrics:
         self._queue_seconds.observe(wait_s)
         self._embed_seconds.observe(embed_s)
 
-    def skipped(self) -> None:
-        self._skipped.inc()
+    def skipped(self, cause: StrEnum) -> None:
+        self._skipped.labels(cause.value).inc()
 
-    def worker_restarted(self, cause: str) -> None:
-        self._worker_restarts.labels(cause).inc()
+    def worker_restarted(self, cause: StrEnum) -> None:
+        self._worker_restarts.labels(cause.value).inc()
 
 
 _STATE_VALUES: Final = {State.CLOSED: 0.0, State.HALF_OPEN: 1.0, State.OPEN: 2.0}

@@ -217,6 +217,9 @@ def _upstream(id_: str, table: Table, names: dict[str, str]) -> Upstream:
         model=table.need("model", v.model, "", mend='add model = "..." as the provider calls it'),
         api_key_env=table.get("api_key_env", v.env_name, default.api_key_env),
         inference_timeout_s=table.get("inference_timeout", v.duration, default.inference_timeout_s),
+        first_token_timeout_s=table.get(
+            "first_token_timeout", v.duration, default.first_token_timeout_s
+        ),
         connect_timeout_s=table.get("connect_timeout", v.duration, default.connect_timeout_s),
         max_concurrent_requests=table.get(
             "max_concurrent_requests", v.integer(1), default.max_concurrent_requests

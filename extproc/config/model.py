@@ -56,6 +56,9 @@ class Upstream:
     inference_timeout_s: float = 30.0
     """Time to response headers."""
     connect_timeout_s: float = 2.0
+    first_token_timeout_s: float | None = None
+    """From a stream's headers to its first chunk; None: not watched. Watching costs the sidecar two
+    messages a stream."""
     max_concurrent_requests: int = 1024
     """Beyond it, an attempt ends at once as `overflow` and the next upstream answers."""
 
@@ -185,16 +188,20 @@ class Config:
     def chains(self) -> tuple[Chain, ...]:
         """Every chain that a request can take: one per route, then one per upstream named explicitly.
 
-        An explicit upstream is followed by those that stand behind it in the default route, or
-        else in the first route that lists it: a client that names a model still gets an answer.
+        An explicit upstream is followed by those that stand behind it in the route where most do
+        (the default route, where several have as many): a client that names a model still gets an
+        answer.
         """
         chains = [self._chain(route_chain(route.name), route.upstreams) for route in self.routes]
         by_preference = sorted(self.routes, key=lambda route: route.name != self.router.default)
         for upstream in self.upstreams:
-            home = next(
-                (r.upstreams for r in by_preference if upstream in r.upstreams), (upstream,)
-            )
-            chains.append(self._chain(upstream_chain(upstream), home[home.index(upstream) :]))
+            tails = [
+                route.upstreams[route.upstreams.index(upstream) :]
+                for route in by_preference
+                if upstream in route.upstreams
+            ]
+            longest = max(tails, key=len, default=(upstream,))
+            chains.append(self._chain(upstream_chain(upstream), longest))
         return tuple(chains)
 
     def _chain(self, name: str, upstreams: tuple[str, ...]) -> Chain:

@@ -7,11 +7,13 @@ re-serialised, so 64-bit integers, duplicate keys, escapes and white space survi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from itertools import islice
+from typing import Final
 
 import msgspec
+import numpy as np
 from msgspec import Raw
 
 from extproc.core.errors import (
@@ -21,33 +23,50 @@ from extproc.core.errors import (
     INVALID_MESSAGES,
     INVALID_MODEL,
     NOT_AN_OBJECT,
+    TOO_DEEP,
     ErrorKind,
 )
 
 PROMPT_EDGE_CHARS: Final = 2048
 """Characters kept from each end of a prompt: tokenisers read everything first, so cut before."""
 
-_MEMBERS: Final = msgspec.json.Decoder(dict[str, Raw])
+_MOST_PARTS: Final = 512
+"""Parts of a list read from each of its ends: one costs far more to read than to skip."""
+
+_ABSENT: Final = Raw(b"")
+
+
+class _Fields(msgspec.Struct, frozen=True, gc=False):
+    """The last value of each top-level key that routing looks at, as JSON text; else _ABSENT.
+
+    The decoder checks all other members and builds nothing of them. A walk over the members in
+    Python took up to 1.6 s for 5 MB made for the purpose, and the event loop stood still for it.
+    """
+
+    model: Raw = _ABSENT
+    messages: Raw = _ABSENT
+    prompt: Raw = _ABSENT
+    input: Raw = _ABSENT
+    stream: Raw = _ABSENT
+
+
+class _Item(msgspec.Struct, frozen=True, gc=False):
+    """A message, or a part of one; any key may be missing or of a type that nobody expects."""
+
+    role: Raw = _ABSENT
+    content: Raw = _ABSENT
+    text: Raw = _ABSENT
+
+
+_FIELDS: Final = msgspec.json.Decoder(_Fields)
+_ITEM: Final = msgspec.json.Decoder(_Item)
+_ITEMS: Final = msgspec.json.Decoder(list[_Item])
 _LIST: Final = msgspec.json.Decoder(list[Raw])
 _STRING: Final = msgspec.json.Decoder(str)
-_ANY: Final = msgspec.json.Decoder(Any)
 
-_SPACE: Final = rb"[ \t\r\n]*+"
-_OPEN: Final = re.compile(_SPACE + rb"\{" + _SPACE)
-_KEY: Final = re.compile(
-    rb'"((?:[^"\\]++|\\.)*+)"' + _SPACE + rb":" + _SPACE,
-    re.DOTALL,
-)
-_COMMA: Final = re.compile(_SPACE + rb"," + _SPACE)
-# Strings whole, or one bracket: what is needed to find the end of a container.
-_TOKEN: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]', re.DOTALL)
-_SCALAR: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[^\s,\]}]++', re.DOTALL)
-_AFTER_VALUE: Final = frozenset(b" \t\r\n,}")
-# A lone surrogate: an escaped high half without its low half, or a low half by itself.
-_LONE_SURROGATE: Final = re.compile(
-    rb"(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})"
-    rb"|\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
-)
+_SPACE: Final = b" \t\r\n"
+_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+_REPLACEMENT: Final = rb"\\ufffd"  # a template, so one backslash: as long as what it replaces
 
 
 class BodyError(Exception):
@@ -63,8 +82,7 @@ class Body:
     """A request body that is one JSON object. Offsets are bytes into `raw`."""
 
     raw: bytes
-    members: dict[str, Raw]
-    """The last value of each top-level key, as JSON text."""
+    fields: _Fields
     model: str | None
     """None: absent or null."""
     model_start: int
@@ -73,8 +91,7 @@ class Body:
 
     @property
     def stream(self) -> bool:
-        raw = self.members.get("stream")
-        return raw is not None and bytes(raw) == b"true"
+        return bytes(self.fields.stream) == b"true"
 
     @property
     def has_model_member(self) -> bool:
@@ -96,21 +113,22 @@ def parse(raw: bytes) -> Body:
     """
     if not raw or raw.isspace():
         raise BodyError(EMPTY_BODY)
-    text, members = _decode_members(raw)
-    start, end = _model_span(text, members)
-    messages = members.get("messages")
-    if messages is not None and memoryview(messages)[0] != ord("["):
+    try:
+        text, fields = _decode_fields(raw)
+        start, end = _model_span(text, fields.model)
+    except RecursionError as error:
+        raise BodyError(TOO_DEEP) from error
+    if fields.messages is not _ABSENT and _first(fields.messages) != b"[":
         raise BodyError(INVALID_MESSAGES)
     model: str | None = None
-    value = members.get("model")
-    if value is not None and bytes(value) != b"null":
+    if fields.model is not _ABSENT and bytes(fields.model) != b"null":
         try:
-            model = _STRING.decode(value)
+            model = _STRING.decode(fields.model)
         except msgspec.DecodeError as error:
             raise BodyError(INVALID_MODEL) from error
         if not model:
             raise BodyError(INVALID_MODEL)
-    return Body(raw, members, model, start, end)
+    return Body(raw, fields, model, start, end)
 
 
 def with_model(body: Body, model: str) -> Rewritten:
@@ -120,7 +138,8 @@ def with_model(body: Body, model: str) -> Rewritten:
     inserted = value
     if not body.has_model_member:
         key = b'"model":'
-        inserted = key + value + (b"," if body.members else b"")
+        is_empty = body.raw.startswith(b"}", offset)
+        inserted = key + value + (b"" if is_empty else b",")
         offset += len(key)
     raw = b"".join((body.raw[: body.model_start], inserted, body.raw[body.model_end :]))
     return Rewritten(raw, offset, len(value))
@@ -129,140 +148,128 @@ def with_model(body: Body, model: str) -> Rewritten:
 def prompt_text(body: Body) -> str:
     """The text to route by: the last user message that has text, or the prompt; "" when none.
 
-    Bounded: beyond 2 x PROMPT_EDGE_CHARS the middle is cut out, leaving a paragraph break. Raise
-    BodyError when `messages` is not a list of objects.
+    Bounded: beyond 2 x PROMPT_EDGE_CHARS the middle is cut out, leaving a paragraph break, and of
+    a list of more than 2 x _MOST_PARTS parts the middle is not looked at, nor more user messages
+    without text than _MOST_PARTS. Raise BodyError when `messages` is not a list of objects.
     """
-    if (messages := body.members.get("messages")) is not None:
-        return _cut(_last_user_text(messages))
-    for key in ("prompt", "input"):
-        if (value := body.members.get(key)) is not None:
-            return _cut(_plain_text(value))
-    return ""
-
-
-def _decode_members(raw: bytes) -> tuple[bytes, dict[str, Raw]]:
-    """The members, and the text they are views of: `raw`, or a copy of the same length."""
+    fields = body.fields
     try:
-        return raw, _MEMBERS.decode(raw)
+        if fields.messages is not _ABSENT:
+            return _cut(_last_user_text(_ITEMS.decode(fields.messages)))
+        return _cut(_plain_text(fields.prompt) or _plain_text(fields.input))
+    except msgspec.ValidationError as error:
+        raise BodyError(INVALID_MESSAGES) from error
+    except msgspec.DecodeError as error:
+        # Positions were found without looking into strings: an invalid one shows only here.
+        raise BodyError(INVALID_JSON) from error
+    except RecursionError as error:
+        raise BodyError(TOO_DEEP) from error
+
+
+def _decode_fields(raw: bytes) -> tuple[bytes, _Fields]:
+    """The fields, and the text they are views of: `raw`, or a copy of the same length."""
+    try:
+        return raw, _FIELDS.decode(raw)
     except msgspec.ValidationError as error:
         raise BodyError(NOT_AN_OBJECT) from error
-    except RecursionError as error:
-        raise BodyError(INVALID_JSON) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        # RFC 8259, section 8.2, allows lone surrogate escapes and msgspec refuses them. They are
-        # replaced, byte for byte, in a copy that serves only to find positions and text.
-        text = _LONE_SURROGATE.sub(lambda found: found[1] or b"\\ufffd", raw)
+    except msgspec.DecodeError as error:
+        # RFC 8259, section 8.2, allows lone surrogate escapes and msgspec refuses them. All
+        # surrogates are replaced, in a copy that serves only to find positions and text.
+        text = _SURROGATE.sub(_REPLACEMENT, raw)
         if text == raw:
             raise BodyError(INVALID_JSON) from error
         try:
-            return text, _MEMBERS.decode(text)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as second:
+            return text, _FIELDS.decode(text)
+        except msgspec.DecodeError as second:
             raise BodyError(INVALID_JSON) from second
 
 
-def _model_span(text: bytes, members: dict[str, Raw]) -> tuple[int, int]:
-    """Where the value of `model` stands; (p, p) where it may be inserted when there is none.
-
-    Walks the top level only. The end of a value is known from its decoded view, except for a value
-    that a later duplicate of its key shadows.
-    """
-    opening = _OPEN.match(text)
-    assert opening is not None  # the decoder accepted it
-    insert_at = opening.end()
-    found: tuple[int, int] | None = None
-    position = insert_at
-    while (key := _KEY.match(text, position)) is not None:
-        name = _key_text(key[1])
-        start = key.end()
-        value = members[name]
-        end = start + len(memoryview(value))
-        # A complete value is never a prefix of another one, but for numbers: 1 and 12.
-        if not (text.startswith(value, start) and text[end] in _AFTER_VALUE):
-            end = _skip_value(text, start)
-        if name == "model":
-            if found is not None:
-                raise BodyError(DUPLICATE_MODEL)
-            found = (start, end)
-        comma = _COMMA.match(text, end)
-        if comma is None:
-            break
-        position = comma.end()
-    return found or (insert_at, insert_at)
+def _model_span(text: bytes, value: Raw) -> tuple[int, int]:
+    """Where the value of `model` stands; (p, p) where it may be inserted when there is none."""
+    if value is _ABSENT:
+        body = text[text.index(b"{") + 1 :]
+        at = len(text) - len(body.lstrip(_SPACE))
+        return at, at
+    start = _address(value) - _address(text)
+    end = start + len(memoryview(value))
+    assert text[start:end] == bytes(value)  # the decoder gives views, not copies
+    before = text[:start].rstrip(_SPACE).removesuffix(b":").rstrip(_SPACE)
+    # A key that spells `model`, escaped or not, holds no quote of its own.
+    others = before[: before.rindex(b'"', 0, -1)].rstrip(_SPACE)
+    # The decoder keeps the last of duplicates, so any other stands among the members before it; in
+    # escapes its letters are \u0064 to \u006f.
+    if (
+        (b'"model"' in others or b"\\u006" in others)
+        and others.endswith(b",")
+        and _FIELDS.decode(others[:-1] + b"}").model is not _ABSENT
+    ):
+        raise BodyError(DUPLICATE_MODEL)
+    return start, end
 
 
-def _key_text(key: bytes) -> str:
-    if b"\\" in key:
-        return _STRING.decode(b'"' + key + b'"')
-    return key.decode()
+def _address(data: bytes | Raw) -> int:
+    address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+    return address
 
 
-def _skip_value(text: bytes, start: int) -> int:
-    """The end of a valid JSON value that starts at `start`."""
-    if text[start] not in b"[{":
-        scalar = _SCALAR.match(text, start)
-        assert scalar is not None
-        return scalar.end()
-    depth = 0
-    for token in _TOKEN.finditer(text, start):
-        first = text[token.start()]
-        if first in b"[{":
-            depth += 1
-        elif first in b"]}":
-            depth -= 1
-            if depth == 0:
-                return token.end()
-    raise BodyError(INVALID_JSON)
+def _first(value: Raw) -> bytes:
+    return bytes(memoryview(value)[:1])
 
 
-def _last_user_text(messages: Raw) -> str:
-    try:
-        items = _LIST.decode(messages)
-    except msgspec.DecodeError as error:
-        raise BodyError(INVALID_MESSAGES) from error
-    if any(memoryview(item)[0] != ord("{") for item in items):
-        raise BodyError(INVALID_MESSAGES)
-    for item in reversed(items):
-        message = _decode_any(item)
-        if message.get("role") == "user" and (text := _content_text(message.get("content"))):
-            return text
-    return ""
+def _last_user_text(messages: Sequence[_Item]) -> str:
+    asked = (
+        message.content
+        for message in reversed(messages)
+        if message.content is not _ABSENT and _is_user(message.role)
+    )
+    return next(filter(None, map(_content_text, islice(asked, _MOST_PARTS))), "")
+
+
+def _is_user(role: Raw) -> bool:
+    spelled = bytes(role)
+    if b"\\" in spelled and spelled.startswith(b'"'):
+        return _STRING.decode(role) == "user"
+    return spelled == b'"user"'
 
 
 def _plain_text(value: Raw) -> str:
     """`prompt` (a string or a list of strings) or `input` (also a list of messages)."""
-    content = _decode_any(value)
-    if isinstance(content, list):
-        messages = [item for item in content if isinstance(item, dict)]
-        for message in reversed(messages):
-            if message.get("role", "user") == "user" and (
-                text := _content_text(message.get("content"))
-            ):
-                return text
-    return _content_text(content)
+    if _first(value) != b"[":
+        return _content_text(value)
+    parts = _parts(value)
+    items = [_ITEM.decode(part) for part in parts if _first(part) == b"{"]
+    asked = [each.content for each in items if each.role is _ABSENT or _is_user(each.role)]
+    return next(filter(None, map(_content_text, reversed(asked))), "") or _joined(parts)
 
 
-def _content_text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return "\n\n".join(_text_parts(content))
+def _content_text(content: Raw) -> str:
+    match _first(content):
+        case b'"':
+            return _STRING.decode(content)
+        case b"[":
+            return _joined(_parts(content))
     return ""
 
 
-def _text_parts(parts: Iterable[Any]) -> Iterable[str]:
-    for part in parts:
-        if isinstance(part, str):
-            yield part
-        elif isinstance(part, dict) and isinstance(part.get("text"), str):
-            yield part["text"]
+def _joined(parts: Iterable[Raw]) -> str:
+    return "\n\n".join(filter(None, map(_part_text, parts)))
 
 
-def _decode_any(value: Raw) -> Any:
-    try:
-        return _ANY.decode(value)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # Positions were found without looking into strings: an invalid one shows only here.
-        raise BodyError(INVALID_JSON) from error
+def _part_text(part: Raw) -> str:
+    match _first(part):
+        case b'"':
+            return _STRING.decode(part)
+        case b"{":
+            text = _ITEM.decode(part).text
+            return _STRING.decode(text) if _first(text) == b'"' else ""
+    return ""
+
+
+def _parts(value: Raw) -> list[Raw]:
+    parts = _LIST.decode(value)
+    if len(parts) <= 2 * _MOST_PARTS:
+        return parts
+    return parts[:_MOST_PARTS] + parts[-_MOST_PARTS:]
 
 
 def _cut(text: str) -> str:

@@ -73,6 +73,7 @@ INVALID_JSON: Final = ErrorKind("invalid_json", 400, _CLIENT, "The request body 
 NOT_AN_OBJECT: Final = ErrorKind(
     "body_not_object", 400, _CLIENT, "The request body must be a JSON object."
 )
+TOO_DEEP: Final = ErrorKind("body_too_deep", 400, _CLIENT, "The request body is nested too deeply.")
 DUPLICATE_MODEL: Final = ErrorKind(
     "duplicate_model", 400, _CLIENT, "The key 'model' occurs more than once.", "model"
 )

@@ -168,6 +168,7 @@ class Forward:
             wire_names.ROUTE: self.decision.route,
             wire_names.REASON: self.decision.reason.value,
             wire_names.STREAM: "false",
+            wire_names.WATCH: "1",
         }
         if skip:
             headers[wire_names.SKIP] = "," + ",".join(skip) + ","

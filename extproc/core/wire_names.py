@@ -16,6 +16,8 @@ STREAM: Final = "x-pointsman-stream"
 SKIP: Final = "x-pointsman-skip"
 ADMISSION: Final = "x-pointsman-admission"
 
+WATCH: Final = "x-pointsman-watch"
+"""Set by a sidecar that is there to hold a stream's headers until its first chunk."""
 ADMITTED: Final = "x-pointsman-admitted"
 """Set where the filters begin: what is refused without it, Envoy's codec refused."""
 

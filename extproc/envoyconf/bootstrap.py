@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import yaml
 from envoy_data_plane.envoy.config.bootstrap.v3 import (
     Admin,
@@ -10,10 +12,17 @@ from envoy_data_plane.envoy.config.bootstrap.v3 import (
 )
 from envoy_data_plane.envoy.config.cluster.v3 import Cluster
 from envoy_data_plane.envoy.config.core.v3 import Node, TypedExtensionConfig
+from envoy_data_plane.envoy.config.overload.v3 import OverloadManager, ResourceMonitor
 from envoy_data_plane.envoy.extensions.bootstrap.internal_listener.v3 import InternalListener
+from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections.v3 import (
+    DownstreamConnectionsConfig,
+)
 
 from extproc.config import Config
 from extproc.envoyconf import chain, ingress, parts, rule, tier
+
+MAX_CONNECTIONS: Final = 50_000
+"""Client connections at once; Envoy warns at start when nothing bounds them."""
 
 
 def bootstrap(config: Config) -> Bootstrap:
@@ -36,6 +45,18 @@ def bootstrap(config: Config) -> Bootstrap:
                 typed_config=parts.pack(InternalListener()),
             )
         ],
+        overload_manager=OverloadManager(
+            resource_monitors=[
+                ResourceMonitor(
+                    name="envoy.resource_monitors.global_downstream_max_connections",
+                    typed_config=parts.pack(
+                        DownstreamConnectionsConfig(
+                            max_active_downstream_connections=MAX_CONNECTIONS
+                        )
+                    ),
+                )
+            ]
+        ),
         static_resources=BootstrapStaticResources(listeners=listeners, clusters=clusters),
     )
 

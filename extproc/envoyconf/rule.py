@@ -102,6 +102,7 @@ def listener(config: Config) -> Listener:
     return Listener(
         name=rule_member_name(),
         internal_listener=ListenerInternalListenerConfig(),
+        ignore_global_conn_limit=True,  # a request inside is no client connection more
         per_connection_buffer_limit_bytes=config.server.max_body_bytes,
         filter_chains=[
             FilterChain(

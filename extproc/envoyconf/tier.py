@@ -6,6 +6,7 @@ on the same host, what counts as a bad answer and why it failed.
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 from datetime import timedelta
 from typing import Final
@@ -21,6 +22,8 @@ from envoy_data_plane.envoy.config.cluster.v3 import (
 )
 from envoy_data_plane.envoy.config.core.v3 import (
     DataSource,
+    GrpcService,
+    GrpcServiceEnvoyGrpc,
     Http1ProtocolOptions,
     TransportSocket,
     UpstreamHttpProtocolOptions,
@@ -48,11 +51,19 @@ from envoy_data_plane.envoy.config.route.v3 import (
     RouteMatch,
     VirtualHost,
 )
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ExternalProcessor,
+    ExtProcPerRoute,
+    ProcessingMode,
+    ProcessingModeBodySendMode,
+    ProcessingModeHeaderSendMode,
+)
 from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
     HttpConnectionManager,
     HttpConnectionManagerCodecType,
     HttpConnectionManagerHcmAccessLogOptions,
+    HttpFilter,
     LocalReplyConfig,
     ResponseMapper,
 )
@@ -69,7 +80,7 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
     HttpProtocolOptionsExplicitHttpConfig,
 )
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
-from envoy_data_plane.envoy.type.v3 import Percent
+from envoy_data_plane.envoy.type.v3 import HttpStatus, Percent, StatusCode
 from envoy_data_plane.google.protobuf import Any
 
 from extproc.config import RETRY_AFTER_CAP_S, Config, Upstream
@@ -86,6 +97,7 @@ from extproc.envoyconf import lua, parts
 SKIPPED_STATUS: Final = 460
 """Outlier detection counts 5xx, so a skipped or uncounted attempt travels as a 4xx of our own."""
 
+_FIRST_TOKEN: Final = "first_token"  # noqa: S105  a filter, no secret
 CA_BUNDLE: Final = "/etc/ssl/certs/ca-certificates.crt"
 
 _CLIENT_KEYS: Final = ("authorization", "x-api-key", "api-key")
@@ -101,6 +113,7 @@ _NEVER_FORWARDED: Final = (
     "x-envoy-original-path",
     "x-envoy-expected-rq-timeout-ms",
     wire_names.ADMITTED,
+    wire_names.WATCH,
     wire_names.CHAIN,
     wire_names.ROUTE,
     wire_names.REASON,
@@ -225,6 +238,7 @@ def listener(upstream: Upstream, config: Config) -> Listener:
         ],
         http_filters=[
             parts.lua_filter("tier", name, script),
+            *_first_token_watch(upstream),
             parts.http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)),
         ],
         route_config=RouteConfiguration(
@@ -240,6 +254,7 @@ def listener(upstream: Upstream, config: Config) -> Listener:
     return Listener(
         name=name,
         internal_listener=ListenerInternalListenerConfig(),
+        ignore_global_conn_limit=True,  # a request inside is no client connection more
         per_connection_buffer_limit_bytes=config.server.max_body_bytes,
         filter_chains=[
             FilterChain(
@@ -261,6 +276,33 @@ def idle_timeout_s(upstream: Upstream, config: Config) -> float:
     504 that nothing retries, so it stays above the longest wait for them.
     """
     return max(config.server.write_timeout_s, config.visit_limit_s(upstream) + 1)
+
+
+def _first_token_watch(upstream: Upstream) -> list[HttpFilter]:
+    """A second use of ext_proc: the sidecar holds the headers of a stream until its first chunk.
+
+    Nothing native retries a stream whose headers came and whose first token does not. The filter
+    fails shut, or a timeout could not be told from an answer; so it runs only for requests that a
+    living sidecar asked to be watched (see `_routes`).
+    """
+    if upstream.first_token_timeout_s is None:
+        return []
+    watch = ExternalProcessor(
+        grpc_service=GrpcService(
+            envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=parts.EXTPROC_CLUSTER)
+        ),
+        message_timeout=parts.seconds(upstream.first_token_timeout_s),
+        processing_mode=ProcessingMode(
+            request_header_mode=ProcessingModeHeaderSendMode.SKIP,
+            response_header_mode=ProcessingModeHeaderSendMode.SEND,
+            response_body_mode=ProcessingModeBodySendMode.STREAMED,
+            response_trailer_mode=ProcessingModeHeaderSendMode.SKIP,
+        ),
+        send_body_without_waiting_for_header_response=True,
+        allow_mode_override=True,
+        status_on_error=HttpStatus(code=StatusCode.GatewayTimeout),
+    )
+    return [parts.http_filter(_FIRST_TOKEN, watch)]
 
 
 def _skip(upstream: Upstream, config: Config) -> Route:
@@ -289,10 +331,19 @@ def _routes(upstream: Upstream, config: Config) -> list[Route]:
     base = upstream.path
     segments = base.split("/")[1:] if base else []
     shared = ["/" + "/".join(segments[start:]) for start in range(len(segments))]
-    routes = [
-        _route(upstream, config, RouteMatch(path_separated_prefix=path), base) for path in shared
-    ]
-    routes.append(_route(upstream, config, RouteMatch(prefix="/"), f"{base}/" if base else ""))
+    joins = [(RouteMatch(path_separated_prefix=path), base) for path in shared]
+    joins.append((RouteMatch(prefix="/"), f"{base}/" if base else ""))
+    watched = [HeaderMatcher(name=wire_names.WATCH, present_match=True)]
+    routes = []
+    for match, rewrite in joins:
+        plain = _route(upstream, config, match, rewrite)
+        if upstream.first_token_timeout_s is not None:
+            routes.append(
+                _route(upstream, config, dataclasses.replace(match, headers=watched), rewrite)
+            )
+            disabled = parts.pack(ExtProcPerRoute(disabled=True))
+            plain.typed_per_filter_config = {_FIRST_TOKEN: disabled}
+        routes.append(plain)
     return routes
 
 
@@ -366,6 +417,8 @@ def _mappers(upstream: Upstream) -> list[ResponseMapper]:
     return [
         parts.local_reply(parts.status_is(413), REQUEST_TOO_LARGE, who),
         *(failure(parts.flagged(flags), kind, reason) for flags, reason, kind in _FLAGS),
+        # The first-token watch ran out of time, and Envoy sets no flag for it.
+        failure(parts.status_is(504), UPSTREAM_TIMEOUT, FallbackReason.TIMEOUT),
         failure(parts.status_at_least(500), GATEWAY_ERROR, FallbackReason.CONNECT_ERROR),
     ]
 

@@ -53,6 +53,10 @@ class Processor(wire.ExternalProcessorServicer):  # type: ignore[misc]  # genera
     ) -> AsyncIterator[Any]:
         exchange = Exchange(self._plan)
         async for message in requests:
+            if wire.is_response_phase(message):
+                async for reply in _watch_first_token(message, requests):
+                    yield reply
+                return
             try:
                 reply = await self._answer(exchange, message)
             except Exception:  # noqa: BLE001  the stream is the boundary
@@ -86,3 +90,19 @@ class Processor(wire.ExternalProcessorServicer):  # type: ignore[misc]  # genera
         return wire.encode_mutation(
             action.mutation(skip=skip, admission=admission), in_headers_phase=in_headers_phase
         )
+
+
+async def _watch_first_token(first: Any, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """The stream of a tier's watch: hold the reply to a stream's headers until its first chunk.
+
+    Envoy's message_timeout on the held reply is the first-token timeout; while it runs, the tier
+    has sent nothing on, and the chain can still take the next upstream.
+    """
+    held = first if wire.begins_stream(first) else None
+    if held is None:
+        yield wire.stop_watching(first)
+    async for message in requests:
+        if held is not None:
+            yield wire.stop_watching(held)
+            held = None
+        yield wire.stop_watching(message)

@@ -12,13 +12,14 @@ from typing import Any, Final
 import grpc
 from envoy.config.core.v3 import base_pb2
 from envoy.data.accesslog.v3 import accesslog_pb2
+from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ext_proc_grpc
 
 from extproc.core import wire_names
 from extproc.core.accounts import AttemptRecord, RequestRecord
-from extproc.core.exchange import Continue, Event, Mutation, RequestBody, RequestHeaders, Respond
+from extproc.core.exchange import Event, Mutation, RequestBody, RequestHeaders, Respond
 
 ProcessingRequest = ext_proc.ProcessingRequest
 ProcessingResponse = ext_proc.ProcessingResponse
@@ -28,6 +29,7 @@ ExternalProcessorServicer = ext_proc_grpc.ExternalProcessorServicer
 AccessLogServiceServicer = als_pb2_grpc.AccessLogServiceServicer
 
 _OVERWRITE: Final = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+_MODES: Final = processing_mode_pb2.ProcessingMode
 _PERIODIC: Final = accesslog_pb2.AccessLogType.DownstreamPeriodic
 _WANTED: Final = frozenset({":method", ":path", "content-type", "content-encoding"})
 
@@ -95,6 +97,31 @@ def pass_unchanged(message: Any) -> Any:
     return reply
 
 
+def is_response_phase(message: Any) -> bool:
+    """Whether a message comes from a tier's first-token watch."""
+    return message.WhichOneof("request") in ("response_headers", "response_body")
+
+
+def begins_stream(message: Any) -> bool:
+    """Whether these response headers open an event stream, whose first chunk is worth waiting for."""
+    if not message.HasField("response_headers") or message.response_headers.end_of_stream:
+        return False
+    return any(
+        header.key == "content-type"
+        and (header.raw_value or header.value.encode()).startswith(b"text/event-stream")
+        for header in message.response_headers.headers.headers
+    )
+
+
+def stop_watching(message: Any) -> Any:
+    """The neutral reply; to response headers it also asks Envoy to send no more of the body."""
+    reply = pass_unchanged(message)
+    if message.HasField("response_headers"):
+        reply.mode_override.response_header_mode = _MODES.SEND
+        reply.mode_override.response_body_mode = _MODES.NONE
+    return reply
+
+
 def _header_mutation(headers: Iterable[tuple[str, str]]) -> Any:
     return ext_proc.HeaderMutation(
         set_headers=[
@@ -105,10 +132,6 @@ def _header_mutation(headers: Iterable[tuple[str, str]]) -> Any:
             for key, value in headers
         ]
     )
-
-
-def is_continue(action: object) -> bool:
-    return isinstance(action, Continue)
 
 
 def log_name(message: Any) -> str | None:

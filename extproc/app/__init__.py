@@ -1,0 +1,1 @@
+"""The composition root: the only place where objects are wired. Each command calls one function."""

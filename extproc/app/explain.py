@@ -1,0 +1,89 @@
+"""`pointsman route`: one decision with every signal, score and threshold behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from extproc.app.serve import compile_plan, running_embedding
+from extproc.config import Config
+from extproc.core.exchange import (
+    Exchange,
+    NeedEmbedding,
+    RequestBody,
+    RequestHeaders,
+    Respond,
+)
+from extproc.metrics import Metrics
+
+_PATIENCE_S = 10.0
+"""A person at a terminal waits longer than a request may."""
+
+
+async def explain(
+    config: Config, text: str, *, progress: Callable[[str], None]
+) -> Mapping[str, Any]:
+    """What `POST /route` answers for `text`, and the time it took. Raise ModelError."""
+    loop = asyncio.get_running_loop()
+    async with running_embedding(config, _unread_metrics(), progress=progress) as embedding:
+        exchange = Exchange(compile_plan(config, embedding.utterances))
+        started = time.perf_counter()
+        head = RequestHeaders("POST", "/route", "application/json", "", end_of_stream=False)
+        exchange.receive(head)
+        action = exchange.receive(RequestBody(msgspec.json.encode({"prompt": text})))
+        embed_s = 0.0
+        if isinstance(action, NeedEmbedding):
+            before = time.perf_counter()
+            embedded = await embedding.embed(action.text, loop.time() + _PATIENCE_S)
+            embed_s = time.perf_counter() - before
+            action = exchange.receive(embedded)
+        total_s = time.perf_counter() - started
+    assert isinstance(action, Respond)
+    answer: dict[str, Any] = msgspec.json.decode(action.body)
+    timings = {"total_ms": round(total_s * 1e3, 2), "embed_ms": round(embed_s * 1e3, 2)}
+    return answer | {"timings": timings}
+
+
+def _unread_metrics() -> Metrics:
+    return Metrics(CollectorRegistry(), fallback_metric="unread", routes=(), upstream_names=())
+
+
+def as_text(explained: Mapping[str, Any]) -> str:
+    """The same for a person: the decision first, then the table of scores, best first."""
+    if "error" in explained:
+        return f"no decision: {explained['error']['message']}"
+    lines = [
+        f"route     {explained['route']}",
+        f"because   {_because(explained)}",
+        f"model     {explained['model']}",
+        f"upstreams {' -> '.join(explained['upstreams'])}",
+    ]
+    scores = explained["scores"]
+    if scores:
+        width = max(len("ROUTE"), *(len(name) for name in scores))
+        lines += ["", f"{'ROUTE':<{width}}  SCORE  THRESHOLD"]
+        by_score = sorted(scores.items(), key=lambda item: -item[1]["score"])
+        for name, entry in by_score:
+            verdict = "admitted" if entry["score"] >= entry["threshold"] else "below"
+            lines.append(
+                f"{name:<{width}}  {entry['score']:5.3f}  {entry['threshold']:9.3f}  {verdict}"
+            )
+    timings = explained["timings"]
+    lines += [
+        "",
+        f"decided in {timings['total_ms']} ms, {timings['embed_ms']} ms of them embedding",
+    ]
+    return "\n".join(lines)
+
+
+def _because(explained: Mapping[str, Any]) -> str:
+    if explained["reason"] == "keyword":
+        return f"keyword: {explained['keyword']!r}"
+    if explained["reason"] == "default" and explained["scores"]:
+        return "default: no route scored above its threshold"
+    return str(explained["reason"])

@@ -1,0 +1,181 @@
+"""`pointsman up`: Envoy and the sidecar (and the demo's upstreams) in the foreground, supervised."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import aiohttp
+
+from extproc.config import Address, Config, load
+from extproc.demo import demo_argv
+from extproc.embedding.model import default_cache_dir, ensure_model
+from extproc.envoyconf import render
+from extproc.supervise import Child, OnExit, Supervisor, busy_listener, find_envoy
+
+DRAIN_S: Final = 5.0
+"""Envoy refuses new connections and lets requests in flight finish for at most this long."""
+
+
+class StartError(Exception):
+    """Why nothing was started, in one line for the person at the terminal."""
+
+
+def up(path: Path, *, demo: bool, say: Callable[[str], None]) -> int:
+    """Run until a signal; the exit code. `say` prints a line for a person; stdout gets `ready`.
+
+    Raise ConfigError, StartError, or ModelError.
+    """
+    config = load(path, environ=os.environ)
+    busy = busy_listener(_listeners(config, demo=demo))
+    if busy is not None:
+        raise StartError(busy)
+    envoy = find_envoy()
+    if any(route.utterances for route in config.routes):
+        # Here, with its progress in the terminal, rather than in a child that looks hung.
+        ensure_model(
+            config.router.encoder.path, cache_dir=default_cache_dir(os.environ), progress=say
+        )
+    with tempfile.TemporaryDirectory(prefix="pointsman-") as directory:
+        run_dir = Path(directory)
+        config = dataclasses.replace(config, extproc_socket=str(run_dir / "extproc.sock"))
+        bootstrap = run_dir / "envoy.yaml"
+        bootstrap.write_text(render(config), encoding="utf-8")
+        children = [
+            _sidecar(path, config),
+            _envoy(envoy, bootstrap, config),
+        ]
+        if demo:
+            children.insert(0, _demo_upstreams(config))
+        supervisor = Supervisor(
+            children,
+            on_ready=lambda: _announce(config, demo=demo),
+            before_stop=lambda: _drain(config),
+            before_stop_s=DRAIN_S + 1,
+        )
+        return asyncio.run(supervisor.run())
+
+
+def _listeners(config: Config, *, demo: bool) -> dict[str, Address]:
+    listeners = {
+        "[server] listen": config.server.listen,
+        "[admin] listen": config.admin,
+        "[metrics] listen": config.metrics,
+    }
+    if demo:
+        for each in config.upstreams.values():
+            listeners[f"[upstream.{each.id}] base_url"] = Address(each.host, each.port)
+    return listeners
+
+
+def _sidecar(path: Path, config: Config) -> Child:
+    return Child(
+        name="sidecar",
+        argv=(
+            *(sys.executable, "-m", "extproc.cli", "serve"),
+            *("--config", str(path), "--socket", config.extproc_socket),
+        ),
+        ready=lambda: _answers(f"{base_url(config.metrics)}/readyz"),
+        ready_within_s=120.0,  # a slow machine still warms the model
+        stop_grace_s=15.0,
+    )
+
+
+def _envoy(envoy: Path, bootstrap: Path, config: Config) -> Child:
+    return Child(
+        name="envoy",
+        argv=(
+            *(str(envoy), "--config-path", str(bootstrap)),
+            *("--log-level", "warning", "--log-format", "%l %n: %v"),
+            # Several gateways on one machine must not meet in Envoy's shared memory.
+            "--use-dynamic-base-id",
+        ),
+        # The whole path: Envoy asks the sidecar, and the sidecar answers.
+        ready=lambda: _answers(f"{base_url(config.server.listen)}/v1/models"),
+        stop_grace_s=5.0,
+    )
+
+
+def _demo_upstreams(config: Config) -> Child:
+    first = next(iter(config.upstreams.values()))
+    return Child(
+        name="upstreams",
+        argv=demo_argv(config.upstreams.values()),
+        ready=lambda: _answers(f"http://{Address(first.host, first.port)}/health"),
+        on_exit=OnExit.RESTART,
+    )
+
+
+def base_url(address: Address) -> str:
+    """Where to reach a listener from this machine; a wildcard is reached on loopback."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address.host, address.host)  # noqa: S104
+    return f"http://{Address(host, address.port)}"
+
+
+async def _answers(url: str) -> bool:
+    try:
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            return response.status == 200
+    except aiohttp.ClientError as error:
+        raise OSError(str(error)) from error
+
+
+async def _drain(config: Config) -> None:
+    """New connections are refused, answers in flight go on; return when none is left."""
+    admin = base_url(config.admin)
+    try:
+        async with aiohttp.ClientSession() as session:
+            await session.post(f"{admin}/drain_listeners")
+            loop = asyncio.get_running_loop()
+            deadline = loop.time() + DRAIN_S
+            while loop.time() < deadline and await _active_requests(session, admin):
+                await asyncio.sleep(0.1)
+    except aiohttp.ClientError:
+        return  # Envoy is gone already
+
+
+async def _active_requests(session: aiohttp.ClientSession, admin: str) -> int:
+    stat = "http.ingress.downstream_rq_active"
+    async with session.get(f"{admin}/stats", params={"filter": f"^{stat}$"}) as response:
+        text = await response.text()
+    return int(text.rpartition(":")[2] or 0)
+
+
+async def _announce(config: Config, *, demo: bool) -> None:
+    url = base_url(config.server.listen)
+    sys.stdout.write(f"ready {url}\n")
+    if demo:
+        broken = next(iter(config.upstreams.values()))
+        sys.stdout.write(_demo_lines(url, f"http://{Address(broken.host, broken.port)}", broken.id))
+    sys.stdout.flush()
+
+
+def _demo_lines(url: str, upstream_url: str, upstream: str) -> str:
+    """Three lines worth pasting, and what each should show."""
+    show = "-H 'content-type: application/json' -d"
+
+    def ask(text: str) -> str:
+        body = '{"model":"auto","messages":[{"role":"user","content":"' + text + '"}]}'
+        return f"curl -si {url}/v1/chat/completions {show} '{body}'"
+
+    code = ask("Write a Python function that reverses a linked list")
+    break_it = f"curl -s {upstream_url}/demo/fault {show} " + """'{"kind":"5xx"}'"""
+    return f"""
+A code question. Look for x-pointsman-route: code, x-pointsman-upstream: {upstream}
+  {code}
+
+A Chinese question. The same route and upstream; x-pointsman-reason: semantic
+  {ask("帮我写一个快速排序的函数")}
+
+The first again with its primary broken: x-pointsman-fallback: 5xx, and another upstream answers
+  {break_it} && {code}
+  (mend it: curl -s -X DELETE {upstream_url}/demo/fault)
+
+Ctrl-C ends everything.
+"""

@@ -1,0 +1,223 @@
+"""Who answers when an upstream does not, after how long, and what headers and metrics say of it."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+from gateway import CHAT, ask, gateway, scenario
+
+pytestmark = pytest.mark.envoy
+
+# fault -> reason, and how often the broken upstream is asked (a retry only where it may help)
+FAULTS = {
+    "hang": ("timeout", 1),
+    "5xx": ("5xx", 2),
+    "refused": ("connect_error", 0),
+    "reset": ("connect_error", 1),
+    "bad_schema": ("bad_schema", 1),
+    "context_length": ("context_length", 1),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@scenario
+async def test_next_upstream_answers_and_the_reason_is_told_three_ways(fault):
+    reason, visits = FAULTS[fault]
+    async with gateway() as gw:
+        for stream in (False, True):
+            if fault == "bad_schema" and stream:
+                continue  # a stream's schema is the client's to read: it is never buffered
+            await gw.fault("primary", fault)
+            gw.upstreams["primary"].clear_seen()
+            response = await gw.chat(ask(stream=stream))
+            assert response.status_code == 200
+            assert response.headers["x-pointsman-upstream"] == "vllm-fallback"
+            assert response.headers["x-pointsman-model"] == "model-of-fallback"
+            assert response.headers["x-pointsman-fallback"] == reason
+            attempts = response.headers["x-pointsman-attempts"]
+            assert attempts == f"vllm-primary:{reason},vllm-fallback:200"
+            assert len(gw.upstreams["primary"].seen) == visits
+            if stream:
+                assert response.text.endswith("data: [DONE]\n\n")
+            else:
+                assert response.json()["model"] == "model-of-fallback"
+        count = 1 if fault == "bad_schema" else 2
+        labels = {"reason": reason, "from": "vllm-primary", "to": "vllm-fallback"}
+        await gw.settled("model_fallback_total", count, **labels)
+        await gw.settled("pointsman_requests_total", count, outcome="served_by_fallback")
+
+
+@pytest.mark.parametrize("variant", ["html", "torn_json", "no_choices", "empty_choices"])
+@scenario
+async def test_every_kind_of_unreadable_answer_is_a_bad_schema(variant):
+    async with gateway() as gw:
+        await gw.fault("primary", "bad_schema", variant=variant)
+        response = await gw.chat()
+        assert response.headers["x-pointsman-fallback"] == "bad_schema"
+        assert response.headers["x-pointsman-upstream"] == "vllm-fallback"
+
+
+@scenario
+async def test_rule_answers_last_as_json_sse_or_an_honest_error():
+    rule = '[fallback]\nrule_response = "100 % busy, \\"sorry\\" 忙"\n'
+    async with gateway(rule) as gw:
+        await gw.fault("primary", "5xx")
+        await gw.fault("fallback", "hang")
+        response = await gw.chat()
+        assert response.status_code == 200
+        assert response.headers["x-pointsman-upstream"] == "rule"
+        assert response.headers["x-pointsman-attempts"] == (
+            "vllm-primary:5xx,vllm-fallback:timeout,rule:200"
+        )
+        answer = response.json()
+        assert answer["model"] == response.headers["x-pointsman-model"] == "pointsman-rule"
+        assert answer["choices"][0]["message"]["content"] == '100 % busy, "sorry" 忙'
+        streamed = await gw.chat(ask(stream=True))
+        assert streamed.headers["content-type"] == "text/event-stream"
+        first, done, _ = streamed.text.split("\n\n")
+        assert json.loads(first.removeprefix("data: "))["object"] == "chat.completion.chunk"
+        assert done == "data: [DONE]"
+        legacy = await gw.chat({"prompt": "x", "max_tokens": 3}, path="/v1/completions")
+        assert legacy.json()["choices"][0]["text"] == '100 % busy, "sorry" 忙'
+        embedding = await gw.chat({"input": "x"}, path="/v1/embeddings")
+        assert embedding.status_code == 503
+        assert embedding.json()["error"]["code"] == "no_upstream_available"
+        await gw.settled("pointsman_requests_total", 3, outcome="served_by_rule")
+        await gw.settled("pointsman_requests_total", 1, outcome="failed")
+
+
+@pytest.mark.parametrize(
+    ("mode", "attempts", "status"),
+    [
+        ("model_then_rule", "vllm-primary:5xx,vllm-fallback:5xx,rule:200", 200),
+        ("model_only", "vllm-primary:5xx,vllm-fallback:5xx", 503),
+        ("rule_only", "vllm-primary:5xx,rule:200", 200),
+        ("none", "vllm-primary:5xx", 503),
+    ],
+)
+@scenario
+async def test_modes(mode, attempts, status):
+    async with gateway(f'[fallback]\nmode = "{mode}"\n') as gw:
+        await gw.fault("primary", "5xx")
+        await gw.fault("fallback", "5xx")
+        response = await gw.chat()
+        assert response.headers["x-pointsman-attempts"] == attempts
+        assert response.status_code == status
+        assert "x-pointsman-fail" not in response.headers
+        assert "x-pointsman-status" not in response.headers
+
+
+@scenario
+async def test_a_providers_refusal_is_the_clients_own_and_passes_on():
+    async with gateway() as gw:
+        await gw.fault("primary", "content_policy")
+        response = await gw.chat()
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "content_policy_violation"
+        assert response.headers["x-pointsman-attempts"] == "vllm-primary:400"
+        await gw.settled("pointsman_requests_total", 1, outcome="rejected")
+
+
+@scenario
+async def test_rate_limit_goes_on_and_the_last_429_passes_as_it_came():
+    async with gateway('[fallback]\nmode = "model_only"\n') as gw:
+        await gw.fault("primary", "5xx", status=429)
+        response = await gw.chat()
+        assert response.headers["x-pointsman-fallback"] == "rate_limited"
+        await gw.fault("fallback", "5xx", status=429)
+        response = await gw.chat()
+        assert response.status_code == 429
+
+
+@scenario
+async def test_dead_sidecar_degrades_to_the_default_route_and_says_so():
+    async with gateway() as gw:
+        gw.kill_sidecar()
+        for stream in (False, True):
+            response = await gw.chat(ask("Traceback", stream=stream))
+            assert response.status_code == 200
+            assert response.headers["x-pointsman-reason"] == "degraded_bypassed"
+            assert response.headers["x-pointsman-route"] == "chat"
+            assert response.headers["x-pointsman-upstream"] == "vllm-primary"
+        assert {seen.model for seen in gw.upstreams["primary"].seen} == {"model-of-primary"}
+        await gw.fault("primary", "hang")
+        response = await gw.chat(ask(stream=True))
+        assert response.headers["x-pointsman-fallback"] == "timeout"
+        assert gw.upstreams["fallback"].seen[0].model == "model-of-fallback"
+        await gw.fault("fallback", "refused")
+        response = await gw.chat(ask(stream=True))
+        assert response.headers["x-pointsman-upstream"] == "rule"
+        assert response.text.endswith("data: [DONE]\n\n")
+        torn = await gw.client.post(CHAT, content=b'{"model":"auto"')
+        assert torn.json()["error"]["code"] == "invalid_json"
+        explain = await gw.client.post("/route", json={"prompt": "x"})
+        assert explain.status_code == 503
+        assert explain.json()["error"]["code"] == "router_unavailable"
+        await gw.start_sidecar()
+        assert (await gw.chat(ask("Traceback"))).headers["x-pointsman-reason"] == "keyword"
+
+
+@scenario
+async def test_bodies_the_sidecar_never_saw_are_rewritten_in_the_top_level_only():
+    bodies = {
+        b'{"messages":[{"model":"auto","x":"\\"model\\":\\"auto\\""}],"model":"auto"}': (
+            b'{"messages":[{"model":"auto","x":"\\"model\\":\\"auto\\""}],"model":"model-of-primary"}'
+        ),
+        b" { } ": b' {"model":"model-of-primary" } ',
+        b'{"a":1}': b'{"model":"model-of-primary","a":1}',
+        b'{"mod\\u0065l" : null , "s":"]}"}': b'{"mod\\u0065l" : "model-of-primary" , "s":"]}"}',
+    }
+    async with gateway(sidecar=False) as gw:
+        for sent, wanted in bodies.items():
+            gw.upstreams["primary"].clear_seen()
+            await gw.client.post("/generate", content=sent)
+            assert gw.upstreams["primary"].seen[0].body == wanted
+
+
+@scenario
+async def test_client_that_leaves_cancels_the_upstream_and_is_its_own_outcome():
+    async with gateway() as gw:
+        await gw.fault("primary", "slow_headers", delay_s=0.4)
+        with pytest.raises(httpx.TimeoutException):
+            await gw.chat(timeout=0.15)
+        await asyncio.sleep(0.05)
+        (seen,) = gw.upstreams["primary"].seen
+        assert seen.cancelled
+        assert not gw.upstreams["fallback"].seen
+        await gw.settled("pointsman_requests_total", 1, outcome="client_gone")
+
+
+@scenario
+async def test_stream_cut_midway_never_looks_complete():
+    async with gateway() as gw:
+        await gw.fault("primary", "cut_stream")
+        with pytest.raises(httpx.RemoteProtocolError):
+            await gw.chat(ask(stream=True))
+        await gw.settled("pointsman_requests_total", 1, outcome="stream_cut")
+        # The same cut in an answer that is read whole is no answer: the next upstream gives one.
+        response = await gw.chat()
+        assert (
+            response.headers["x-pointsman-attempts"]
+            == "vllm-primary:connect_error,vllm-fallback:200"
+        )
+
+
+@scenario
+async def test_half_an_answer_that_stops_coming_is_a_timeout():
+    async with gateway() as gw:
+        await gw.fault("primary", "stall_stream")
+        response = await gw.chat()
+        assert response.headers["x-pointsman-fallback"] == "timeout"
+        assert response.headers["x-pointsman-upstream"] == "vllm-fallback"
+
+
+@scenario
+async def test_too_many_at_once_overflow_to_the_next_upstream():
+    keys = {"primary": "max_concurrent_requests = 2\n"}
+    async with gateway(upstream_keys=keys) as gw:
+        await gw.fault("primary", "slow_headers", delay_s=0.3)
+        responses = await asyncio.gather(*(gw.chat() for _ in range(8)))
+        assert all(response.status_code == 200 for response in responses)
+        reasons = [response.headers.get("x-pointsman-fallback") for response in responses]
+        assert reasons.count("overflow") == 4

@@ -1,0 +1,243 @@
+"""The way of a request through the real Envoy and a real sidecar: decided, rewritten, answered."""
+
+import gzip
+import json
+
+import pytest
+from gateway import CHAT, ask, gateway, scenario
+
+pytestmark = pytest.mark.envoy
+
+RAW = {"content-type": "application/json"}
+
+
+@scenario
+async def test_auto_takes_the_default_route_and_every_header_says_so():
+    async with gateway() as gw:
+        response = await gw.chat()
+        assert response.status_code == 200
+        assert response.headers["x-pointsman-route"] == "chat"
+        assert response.headers["x-pointsman-reason"] == "default"
+        assert response.headers["x-pointsman-upstream"] == "vllm-primary"
+        assert response.headers["x-pointsman-model"] == "model-of-primary"
+        assert response.headers["x-pointsman-attempts"] == "vllm-primary:200"
+        assert "x-pointsman-fallback" not in response.headers
+        assert response.headers["x-request-id"]
+        assert response.json()["model"] == "model-of-primary"
+        await gw.settled("pointsman_requests_total", 1, outcome="served")
+        await gw.settled("pointsman_decisions_total", 1, route="chat", reason="default")
+
+
+@scenario
+async def test_keyword_explicit_and_unknown_models():
+    async with gateway() as gw:
+        keyword = await gw.chat(ask("这里有一个编译错误"))
+        assert keyword.headers["x-pointsman-route"] == "code"
+        assert keyword.headers["x-pointsman-reason"] == "keyword"
+        assert keyword.headers["x-pointsman-upstream"] == "vllm-fallback"
+        for model in ("fallback", "vllm-fallback", "model-of-fallback"):
+            explicit = await gw.chat(ask(model=model))
+            assert explicit.headers["x-pointsman-reason"] == "explicit"
+            assert explicit.headers["x-pointsman-upstream"] == "vllm-fallback"
+        named_route = await gw.chat(ask(model="code"))
+        assert named_route.headers["x-pointsman-route"] == "code"
+        unknown = await gw.chat(ask(model="gpt-9"))
+        assert unknown.status_code == 404
+        error = unknown.json()["error"]
+        assert error["code"] == "model_not_found"
+        assert "vllm-primary" in error["message"]
+
+
+@scenario
+async def test_only_the_model_changes_in_the_body_an_upstream_gets():
+    body = (
+        b' {"id": 12345678901234567890123, "temperature":1.0,"temperature":0.50,\n "messages":'
+        b'[{"role":"user","content":"\\"model\\":\\"auto\\" \\u4f60\\ud83d\\ude00 \xe4\xbd\xa0"}],'
+        b'"tools":[{"model":"auto"}], "mod\\u0065l" : "auto" , "x":{"model":"auto"}} '
+    )
+    async with gateway() as gw:
+        await gw.fault("primary", "5xx", times=2)
+        response = await gw.client.post(CHAT, content=body, headers=RAW)
+        assert response.status_code == 200
+        first, retried = gw.upstreams["primary"].seen
+        (second,) = gw.upstreams["fallback"].seen
+        wanted = body.replace(b'l" : "auto"', b'l" : "model-of-primary"')
+        assert first.body == retried.body == wanted
+        assert second.body == wanted.replace(b"model-of-primary", b"model-of-fallback")
+        assert int(second.headers["content-length"]) == len(second.body)
+
+
+@scenario
+async def test_five_megabytes_are_rewritten_and_retried_whole():
+    big = ask("长" * 1_600_000 + "end")
+    async with gateway() as gw:
+        await gw.fault("primary", "5xx")
+        response = await gw.chat(big)
+        assert response.headers["x-pointsman-attempts"] == "vllm-primary:5xx,vllm-fallback:200"
+        (seen,) = gw.upstreams["fallback"].seen
+        assert json.loads(seen.body) == big | {"model": "model-of-fallback"}
+        await gw.fault("fallback", "5xx")
+        assert (await gw.chat(big)).headers["x-pointsman-upstream"] == "rule"
+
+
+@scenario
+async def test_each_attempt_carries_its_own_key_and_path_and_none_of_the_clients():
+    keys = {
+        "primary": 'api_key_env = "PRIMARY_KEY"\n',
+        "fallback": 'api_key_env = "FALLBACK_KEY"\n',
+    }
+    client = {
+        "authorization": "Bearer client-secret",
+        "x-api-key": "client-secret",
+        "cookie": "session=1",
+        "x-pointsman-skip": ",primary,",
+        "x-pointsman-chain": "upstream.fallback",
+        "x-envoy-upstream-rq-timeout-ms": "1",
+        "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+        "x-request-id": "my-own-id",
+    }
+    async with gateway(upstream_keys=keys) as gw:
+        await gw.fault("primary", "5xx")
+        response = await gw.chat(headers=client)
+        assert response.headers["x-request-id"] == "my-own-id"
+        first = gw.upstreams["primary"].seen[0]
+        (second,) = gw.upstreams["fallback"].seen
+        assert first.headers["authorization"] == "Bearer sk-primary"
+        assert second.headers["authorization"] == "Bearer sk-fallback"
+        for seen in (first, second):
+            assert "client-secret" not in str(dict(seen.headers))
+            ours = {k.lower() for k in seen.headers if k.lower().startswith("x-")}
+            assert ours == {"x-pointsman-model", "x-request-id"}
+            assert "cookie" not in seen.headers
+            assert seen.headers["traceparent"] == client["traceparent"]
+            assert seen.headers["x-request-id"] == "my-own-id"
+        assert first.headers["x-pointsman-model"] == "model-of-primary"
+        assert second.headers["x-pointsman-model"] == "model-of-fallback"
+
+
+@scenario
+async def test_client_key_passes_where_the_upstream_has_none():
+    async with gateway() as gw:
+        await gw.chat(headers={"authorization": "Bearer mine"})
+        assert gw.upstreams["primary"].seen[0].headers["authorization"] == "Bearer mine"
+
+
+@scenario
+async def test_path_is_joined_to_base_url_and_what_they_share_is_written_once():
+    cases = {
+        "plain": [("", "/v1/chat/completions", "/v1/chat/completions")],
+        "api": [
+            ("/api", "/v1/chat/completions", "/api/v1/chat/completions"),
+            ("/api", "/api/v1/generate", "/api/v1/generate"),
+        ],
+        "openai": [
+            ("/openai/v1", "/v1/chat/completions", "/openai/v1/chat/completions"),
+            ("/openai/v1", "/openai/v1/chat/completions", "/openai/v1/chat/completions"),
+            ("/openai/v1", "/v1/chat/completions?a=b", "/openai/v1/chat/completions?a=b"),
+        ],
+    }
+    async with gateway(
+        "", names=tuple(cases), base_paths={n: c[0][0] for n, c in cases.items()}
+    ) as gw:
+        for name, paths in cases.items():
+            for _, asked, got in paths:
+                await gw.chat(ask(model=name), path=asked)
+                assert gw.upstreams[name].seen[-1].path == got
+
+
+BAD_INPUT = [
+    (b"nope", RAW, 400, "invalid_json"),
+    (b"[1]", RAW, 400, "body_not_object"),
+    (b"", RAW, 400, "empty_body"),
+    (b'{"model":7}', RAW, 400, "invalid_model"),
+    (b'{"model":"auto","model":"auto"}', RAW, 400, "duplicate_model"),
+    (b'{"model":"auto","messages":{}}', RAW, 400, "invalid_messages"),
+    (b'{"model":"auto","messages":["x"]}', RAW, 400, "invalid_messages"),
+    (b'{"model":"auto"', RAW, 400, "invalid_json"),
+    (b"{" * 100_000, RAW, 400, "invalid_json"),
+    (b"hello", {"content-type": "text/plain"}, 415, "unsupported_media_type"),
+    (b"x", RAW | {"content-encoding": "br"}, 415, "unsupported_content_encoding"),
+    (b"x" * (10 * 1024 * 1024 + 1), RAW, 413, "request_too_large"),
+]
+
+
+@scenario
+async def test_bad_input_gets_an_openai_shaped_4xx_and_reaches_no_upstream():
+    async with gateway() as gw:
+        for content, headers, status, code in BAD_INPUT:
+            response = await gw.client.post(CHAT, content=content, headers=headers)
+            assert response.status_code == status, code
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+            assert response.json()["error"]["code"] == code
+            assert response.headers["content-type"] == "application/json"
+            assert response.headers["x-pointsman-reason"] == "local"
+        assert not any(upstream.seen for upstream in gw.upstreams.values())
+        await gw.settled("pointsman_requests_total", len(BAD_INPUT), outcome="rejected")
+
+
+@scenario
+async def test_gzip_bodies_are_unpacked_and_the_upstream_gets_plain_json():
+    async with gateway() as gw:
+        packed = gzip.compress(json.dumps(ask()).encode())
+        response = await gw.client.post(
+            CHAT, content=packed, headers=RAW | {"content-encoding": "gzip"}
+        )
+        assert response.status_code == 200
+        (seen,) = gw.upstreams["primary"].seen
+        assert json.loads(seen.body)["model"] == "model-of-primary"
+        assert "content-encoding" not in seen.headers
+
+
+@scenario
+async def test_gets_and_other_paths_pass_to_the_default_chain():
+    async with gateway() as gw:
+        health = await gw.client.get("/health")
+        assert health.status_code == 200
+        assert health.headers["x-pointsman-upstream"] == "vllm-primary"
+        upload = await gw.client.post("/v1/files", files={"file": b"model: auto"})
+        assert upload.headers["x-pointsman-upstream"] == "vllm-primary"
+        odd = await gw.client.post("/tokenize", content=b"[1, 2", headers=RAW)
+        assert odd.headers["x-pointsman-reason"] == "degraded_body"
+        assert gw.upstreams["primary"].seen[-1].body == b"[1, 2"
+        named = await gw.client.post("/tokenize", json={"model": "auto", "text": "x"})
+        assert named.headers["x-pointsman-model"] == "model-of-primary"
+        assert json.loads(gw.upstreams["primary"].seen[-1].body)["model"] == "model-of-primary"
+
+
+@scenario
+async def test_models_and_route_are_answered_without_an_upstream():
+    async with gateway() as gw:
+        models = (await gw.client.get("/v1/models")).json()
+        ids = [entry["id"] for entry in models["data"]]
+        assert ids[0] == "auto"
+        assert {"chat", "code", "primary", "vllm-primary", "model-of-fallback"} <= set(ids)
+        assert (await gw.client.get("/v1/models/code")).json()["id"] == "code"
+        assert (await gw.client.get("/v1/models/nope")).status_code == 404
+        explained = await gw.client.post("/route", json={"prompt": "Traceback (most recent)"})
+        assert explained.json()["route"] == "code"
+        assert explained.json()["keyword"] == "Traceback"
+        assert (await gw.client.get("/route")).status_code == 405
+        assert not any(upstream.seen for upstream in gw.upstreams.values())
+
+
+@scenario
+async def test_own_listener_answers_health_readiness_and_metrics():
+    async with gateway() as gw:
+        for path in ("/healthz", "/readyz"):
+            assert (await gw.client.get(gw.metrics_url(path))).status_code == 200
+        metrics = (await gw.client.get(gw.metrics_url("/metrics"))).text
+        assert "# HELP pointsman_requests_total" in metrics
+        assert 'pointsman_circuit_state{upstream="vllm-primary"} 0.0' in metrics
+
+
+@scenario
+async def test_http2_clients_are_served_and_streams_arrive_piece_by_piece():
+    async with gateway() as gw:
+        gw.upstreams["primary"].chunk_gap_s = 0.05
+        pieces = []
+        async with gw.client.stream("POST", CHAT, json=ask(stream=True)) as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            async for piece in response.aiter_raw():
+                pieces.append(piece)
+        assert len(pieces) > 3
+        assert pieces[-1].endswith(b"data: [DONE]\n\n")
