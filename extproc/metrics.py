@@ -139,7 +139,8 @@ class Metrics:
         self._rejections.labels(code).inc()
 
     def attempt_answered(self, upstream_name: str, time_to_headers_s: float) -> None:
-        self._time_to_headers.labels(upstream_name).observe(time_to_headers_s)
+        if upstream_name in self._upstreams:
+            self._time_to_headers.labels(upstream_name).observe(time_to_headers_s)
 
     def watch_circuit(self, upstream_name: str, state: Callable[[], State]) -> None:
         """`state` is read at each scrape, so that an elapsed cooldown shows without traffic."""

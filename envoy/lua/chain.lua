@@ -38,7 +38,15 @@ end
 function envoy_on_response(handle)
   local request, headers = handle:requestHeaders(), handle:headers()
   local reason = headers:get("x-pointsman-fail")
-  local attempts = (request:get("x-pointsman-attempts") or "") .. (reason or headers:get(":status"))
+  local attempts = request:get("x-pointsman-attempts") or ""
+  -- Tries on the same upstream before the last one; what each of them met, only its stats know.
+  local tries = tonumber(headers:get("x-envoy-attempt-count") or 1)
+  if tries > 1 then
+    local name = string.match(attempts, "([^,:]+):$") or ""
+    attempts = string.sub(attempts, 1, -#name - 2) .. string.rep(name .. ":retried,", tries - 1) .. name .. ":"
+  end
+  headers:remove("x-envoy-attempt-count")
+  attempts = attempts .. (reason or headers:get(":status"))
   request:replace("x-pointsman-attempts", attempts)
   headers:replace("x-pointsman-attempts", attempts)
   if reason and not request:get("x-pointsman-fallback") then

@@ -21,6 +21,11 @@ end
 
 function envoy_on_request(handle)
   local headers = handle:headers()
+  -- The router strips our headers before the provider sees them, so the account keeps a copy.
+  local admission = headers:get("x-pointsman-admission")
+  if admission then
+    handle:streamInfo():dynamicMetadata():set("pointsman", "admission", admission)
+  end
   local model_name = CONTEXT.model_name
   local offset, length = string.match(headers:get("x-pointsman-model-span") or "", "^(%d+):(%d+)$")
   -- The body already names the first upstream of the chain: most requests need no copy here.

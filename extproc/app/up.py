@@ -21,6 +21,7 @@ from extproc.supervise import Child, OnExit, Supervisor, busy_listener, find_env
 
 DRAIN_S: Final = 5.0
 """Envoy refuses new connections and lets requests in flight finish for at most this long."""
+_DRAIN_POLL_S: Final = 0.1
 
 
 class StartError(Exception):
@@ -132,10 +133,10 @@ async def _drain(config: Config) -> None:
     try:
         async with aiohttp.ClientSession() as session:
             await session.post(f"{admin}/drain_listeners")
-            loop = asyncio.get_running_loop()
-            deadline = loop.time() + DRAIN_S
-            while loop.time() < deadline and await _active_requests(session, admin):
-                await asyncio.sleep(0.1)
+            for _ in range(round(DRAIN_S / _DRAIN_POLL_S)):
+                if not await _active_requests(session, admin):
+                    return
+                await asyncio.sleep(_DRAIN_POLL_S)
     except aiohttp.ClientError:
         return  # Envoy is gone already
 

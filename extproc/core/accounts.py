@@ -116,9 +116,15 @@ class Verdict(StrEnum):
     FAILED = "failed"
     NOTHING = "nothing"
     """Its client left, the answer broke off, or it was never tried."""
+    PENDING = "pending"
+    """It is still under way, and so far there is no answer that was passed on."""
 
 
 def verdict(record: AttemptRecord) -> Verdict:
+    if not record.ended and (record.status == 0 or record.fail or record.flags):
+        # An interim record comes every second: a failure would count again and again, and a trial
+        # that waits for its headers would give its token back while it is still in flight.
+        return Verdict.PENDING
     if record.fail == FallbackReason.CIRCUIT_OPEN:
         return Verdict.NOTHING
     if record.fail in _REASONS:

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Final, TypeAlias
+from urllib.parse import unquote
 
 import msgspec
 
@@ -27,10 +28,13 @@ from extproc.core import body as bodies
 from extproc.core import wire_names
 from extproc.core.body import Body, BodyError
 from extproc.core.errors import (
+    DUPLICATE_MODEL,
     EMPTY_BODY,
+    INVALID_MESSAGES,
     INVALID_PROMPT,
     METHOD_NOT_ALLOWED,
     MODEL_NOT_FOUND,
+    TOO_DEEP,
     UNSUPPORTED_ENCODING,
     UNSUPPORTED_MEDIA_TYPE,
     ErrorKind,
@@ -54,6 +58,7 @@ _MODEL_PATHS: Final = ("/completions", "/embeddings", "/responses", "/messages",
 _EXPLAIN_PATH: Final = "/route"
 _MODELS_PATH: Final = "/v1/models"
 _UNROUTED: Final = "none"
+_MAY_HOLD_MODEL: Final = (DUPLICATE_MODEL, INVALID_MESSAGES, TOO_DEEP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +252,7 @@ class Exchange:
     def _on_headers(self, head: RequestHeaders) -> Action:
         path = _bare(head.path)
         if head.method == "GET" and (path == _MODELS_PATH or path.startswith(_MODELS_PATH + "/")):
-            return _models(self._plan, path[len(_MODELS_PATH) + 1 :])
+            return _models(self._plan, unquote(path[len(_MODELS_PATH) + 1 :]))
         if path == _EXPLAIN_PATH and head.method != "POST":
             return _refuse(METHOD_NOT_ALLOWED)
         wants_model = head.method == "POST" and _wants_object(path)
@@ -307,8 +312,9 @@ class Exchange:
         return self._decided(self._default(event.reason), body)
 
     def _on_bad_body(self, head: RequestHeaders, kind: ErrorKind) -> Action:
-        # Where we cannot know what the provider takes, its own error is better than ours.
-        if _wants_object(_bare(head.path)):
+        # Where we cannot know what the provider takes, its own error is better than ours; but what
+        # may hold an `auto` that we did not replace stays here.
+        if _wants_object(_bare(head.path)) or kind in _MAY_HOLD_MODEL:
             return _refuse(kind)
         return self._pass_through(RouteReason.DEGRADED_BODY)
 

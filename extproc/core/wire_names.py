@@ -34,6 +34,9 @@ STATUS: Final = "x-pointsman-status"
 LOG_REQUEST: Final = "request"
 LOG_ATTEMPT_PREFIX: Final = "attempt."
 
+METADATA: Final = "pointsman"
+"""The namespace of our endpoint and dynamic metadata."""
+
 RULE: Final = "rule"
 """The pseudo-upstream that answers last."""
 

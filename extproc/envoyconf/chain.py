@@ -51,7 +51,7 @@ def cluster(chain: Chain, config: Config) -> Cluster:
             request_mutations=[
                 MutationRule(
                     append=parts.header(
-                        wire_names.UPSTREAM, f"%UPSTREAM_METADATA({parts.METADATA}:name)%"
+                        wire_names.UPSTREAM, f"%UPSTREAM_METADATA({wire_names.METADATA}:name)%"
                     )
                 )
             ]
@@ -62,6 +62,7 @@ def cluster(chain: Chain, config: Config) -> Cluster:
         name=name,
         connect_timeout=timedelta(seconds=1),
         per_connection_buffer_limit_bytes=config.server.max_body_bytes,
+        circuit_breakers=parts.concurrency(parts.UNLIMITED),
         lb_policy=ClusterLbPolicy.CLUSTER_PROVIDED,
         cluster_type=ClusterCustomClusterType(
             name="envoy.clusters.aggregate",

@@ -161,7 +161,7 @@ def sidecar_cluster(config: Config) -> Cluster:
         type=ClusterDiscoveryType.STATIC,
         connect_timeout=timedelta(milliseconds=250),
         # One stream per request in flight; overflow would mean requests passing the sidecar by.
-        circuit_breakers=parts.concurrency(65536),
+        circuit_breakers=parts.concurrency(parts.UNLIMITED),
         typed_extension_protocol_options={
             parts.HTTP_OPTIONS: parts.pack(
                 HttpProtocolOptions(

@@ -65,10 +65,10 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
 from envoy_data_plane.envoy.type.v3 import Percent
 from envoy_data_plane.google.protobuf import Any, Struct
 
+from extproc.core import wire_names
 from extproc.core.errors import ErrorKind, error_body
 
 EXTPROC_CLUSTER: Final = "extproc"
-METADATA: Final = "pointsman"
 HTTP_OPTIONS: Final = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 DELAYED_CLOSE: Final = timedelta(milliseconds=50)
 """Envoy's default of 1 s lets a broken stream look alive for 1 s more."""
@@ -180,7 +180,9 @@ def load_assignment(
     """One endpoint; `metadata` is what `%UPSTREAM_METADATA(pointsman:KEY)%` prints."""
     endpoint = LbEndpoint(endpoint=Endpoint(address=address))
     if metadata is not None:
-        endpoint.metadata = Metadata(filter_metadata={METADATA: Struct.from_dict(dict(metadata))})
+        endpoint.metadata = Metadata(
+            filter_metadata={wire_names.METADATA: Struct.from_dict(dict(metadata))}
+        )
     return ClusterLoadAssignment(
         cluster_name=cluster, endpoints=[LocalityLbEndpoints(lb_endpoints=[endpoint])]
     )
@@ -194,6 +196,11 @@ def strict_lb() -> ClusterCommonLbConfig:
     return ClusterCommonLbConfig(
         healthy_panic_threshold=Percent(value=0), update_merge_window=timedelta()
     )
+
+
+UNLIMITED: Final = 1_000_000
+"""For clusters inside: Envoy's defaults (1024 requests, 3 retries at once) would end requests in an
+error that nothing retries. What an upstream can take is bounded where its hosts are."""
 
 
 def concurrency(limit: int) -> CircuitBreakers:
@@ -222,7 +229,7 @@ def http1_options(filters: Sequence[HttpFilter] = ()) -> Any:
 
 
 def internal_cluster(
-    name: str, listener: str, *, metadata: Mapping[str, str], limit: int, buffer_bytes: int
+    name: str, listener: str, *, metadata: Mapping[str, str], buffer_bytes: int
 ) -> Cluster:
     """A member of a chain: the internal listener of one tier."""
     return Cluster(
@@ -231,7 +238,7 @@ def internal_cluster(
         connect_timeout=timedelta(seconds=1),
         per_connection_buffer_limit_bytes=buffer_bytes,
         common_lb_config=strict_lb(),
-        circuit_breakers=concurrency(limit),
+        circuit_breakers=concurrency(UNLIMITED),
         typed_extension_protocol_options={HTTP_OPTIONS: http1_options()},
         load_assignment=load_assignment(name, internal_address(listener), metadata),
     )

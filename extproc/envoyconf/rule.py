@@ -50,7 +50,6 @@ def member(config: Config) -> Cluster:
         rule_member_name(),
         rule_member_name(),
         metadata={"name": RULE},
-        limit=1_000_000,
         buffer_bytes=config.server.max_body_bytes,
     )
 

@@ -144,7 +144,6 @@ def member(upstream: Upstream, config: Config) -> Cluster:
         member_name(upstream),
         member_name(upstream),
         metadata={"name": upstream.name},
-        limit=upstream.max_concurrent_requests * 4,
         buffer_bytes=config.server.max_body_bytes,
     )
     cluster.outlier_detection = outlier_detection(config)
@@ -232,7 +231,7 @@ def listener(upstream: Upstream, config: Config) -> Listener:
         access_log=[
             parts.access_log(
                 wire_names.LOG_ATTEMPT_PREFIX + upstream.id,
-                [wire_names.ADMISSION, wire_names.ROUTE],
+                [],
                 [wire_names.FAIL],
             )
         ],
@@ -246,6 +245,7 @@ def listener(upstream: Upstream, config: Config) -> Listener:
                 VirtualHost(
                     name=name,
                     domains=["*"],
+                    include_attempt_count_in_response=True,
                     routes=[_skip(upstream, config), *_routes(upstream, config)],
                 )
             ]
@@ -299,7 +299,6 @@ def _first_token_watch(upstream: Upstream) -> list[HttpFilter]:
             response_trailer_mode=ProcessingModeHeaderSendMode.SKIP,
         ),
         send_body_without_waiting_for_header_response=True,
-        allow_mode_override=True,
         status_on_error=HttpStatus(code=StatusCode.GatewayTimeout),
     )
     return [parts.http_filter(_FIRST_TOKEN, watch)]

@@ -51,6 +51,8 @@ class Gate:
                 self._tell(self._bank.failed(record.upstream, reason, ticket, now_s))
             case Verdict.NOTHING:
                 self._bank.abandoned(record.upstream, ticket)
+            case Verdict.PENDING:
+                pass
 
     def request_ended(self, record: RequestRecord) -> None:
         ticket = Ticket.decode(record.admission)

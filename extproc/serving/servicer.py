@@ -96,13 +96,13 @@ async def _watch_first_token(first: Any, requests: AsyncIterator[Any]) -> AsyncI
     """The stream of a tier's watch: hold the reply to a stream's headers until its first chunk.
 
     Envoy's message_timeout on the held reply is the first-token timeout; while it runs, the tier
-    has sent nothing on, and the chain can still take the next upstream.
+    has sent nothing on, and the chain can still take the next upstream. Then the gRPC stream ends,
+    cleanly: Envoy sends the rest of the answer on by itself, and our death breaks no live stream.
     """
-    held = first if wire.begins_stream(first) else None
-    if held is None:
-        yield wire.stop_watching(first)
-    async for message in requests:
-        if held is not None:
-            yield wire.stop_watching(held)
-            held = None
-        yield wire.stop_watching(message)
+    if wire.begins_stream(first):
+        async for message in requests:
+            yield wire.pass_unchanged(first)
+            yield wire.pass_unchanged(message)
+            return
+    else:
+        yield wire.pass_unchanged(first)

@@ -12,7 +12,6 @@ from typing import Any, Final
 import grpc
 from envoy.config.core.v3 import base_pb2
 from envoy.data.accesslog.v3 import accesslog_pb2
-from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ext_proc_grpc
@@ -29,7 +28,6 @@ ExternalProcessorServicer = ext_proc_grpc.ExternalProcessorServicer
 AccessLogServiceServicer = als_pb2_grpc.AccessLogServiceServicer
 
 _OVERWRITE: Final = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
-_MODES: Final = processing_mode_pb2.ProcessingMode
 _PERIODIC: Final = accesslog_pb2.AccessLogType.DownstreamPeriodic
 _WANTED: Final = frozenset({":method", ":path", "content-type", "content-encoding"})
 
@@ -113,15 +111,6 @@ def begins_stream(message: Any) -> bool:
     )
 
 
-def stop_watching(message: Any) -> Any:
-    """The neutral reply; to response headers it also asks Envoy to send no more of the body."""
-    reply = pass_unchanged(message)
-    if message.HasField("response_headers"):
-        reply.mode_override.response_header_mode = _MODES.SEND
-        reply.mode_override.response_body_mode = _MODES.NONE
-    return reply
-
-
 def _header_mutation(headers: Iterable[tuple[str, str]]) -> Any:
     return ext_proc.HeaderMutation(
         set_headers=[
@@ -139,6 +128,15 @@ def log_name(message: Any) -> str | None:
     return message.identifier.log_name if message.HasField("identifier") else None
 
 
+def _kept_admission(metadata: Any) -> str:
+    """What tier.lua kept of the request's admission; "" where there was none."""
+    kept = metadata.filter_metadata
+    # Indexing a protobuf map would add the key.
+    if wire_names.METADATA not in kept:
+        return ""
+    return str(kept[wire_names.METADATA].fields["admission"].string_value)
+
+
 def decode_records(name: str, message: Any) -> Iterator[RequestRecord | AttemptRecord]:
     for entry in message.http_logs.log_entry:
         common, response = entry.common_properties, entry.response
@@ -153,7 +151,7 @@ def decode_records(name: str, message: Any) -> Iterator[RequestRecord | AttemptR
                 status=status,
                 flags=flags,
                 fail=got.get(wire_names.FAIL, ""),
-                admission=sent.get(wire_names.ADMISSION, ""),
+                admission=_kept_admission(common.metadata),
                 time_to_headers_s=(
                     first_byte.seconds + first_byte.nanos * 1e-9
                     if common.HasField("time_to_first_upstream_rx_byte")

@@ -36,7 +36,8 @@ async def test_next_upstream_answers_and_the_reason_is_told_three_ways(fault):
             assert response.headers["x-pointsman-model"] == "model-of-fallback"
             assert response.headers["x-pointsman-fallback"] == reason
             attempts = response.headers["x-pointsman-attempts"]
-            assert attempts == f"vllm-primary:{reason},vllm-fallback:200"
+            tried_again = "vllm-primary:retried," if fault in ("5xx", "refused") else ""
+            assert attempts == f"{tried_again}vllm-primary:{reason},vllm-fallback:200"
             assert len(gw.upstreams["primary"].seen) == visits
             if stream:
                 assert response.text.endswith("data: [DONE]\n\n")
@@ -68,7 +69,7 @@ async def test_rule_answers_last_as_json_sse_or_an_honest_error():
         assert response.status_code == 200
         assert response.headers["x-pointsman-upstream"] == "rule"
         assert response.headers["x-pointsman-attempts"] == (
-            "vllm-primary:5xx,vllm-fallback:timeout,rule:200"
+            "vllm-primary:retried,vllm-primary:5xx,vllm-fallback:timeout,rule:200"
         )
         answer = response.json()
         assert answer["model"] == response.headers["x-pointsman-model"] == "pointsman-rule"
@@ -87,13 +88,17 @@ async def test_rule_answers_last_as_json_sse_or_an_honest_error():
         await gw.settled("pointsman_requests_total", 1, outcome="failed")
 
 
+TWICE = "vllm-primary:retried,vllm-primary:5xx"
+TWICE_MORE = "vllm-fallback:retried,vllm-fallback:5xx"
+
+
 @pytest.mark.parametrize(
     ("mode", "attempts", "status"),
     [
-        ("model_then_rule", "vllm-primary:5xx,vllm-fallback:5xx,rule:200", 200),
-        ("model_only", "vllm-primary:5xx,vllm-fallback:5xx", 503),
-        ("rule_only", "vllm-primary:5xx,rule:200", 200),
-        ("none", "vllm-primary:5xx", 503),
+        ("model_then_rule", f"{TWICE},{TWICE_MORE},rule:200", 200),
+        ("model_only", f"{TWICE},{TWICE_MORE}", 503),
+        ("rule_only", f"{TWICE},rule:200", 200),
+        ("none", TWICE, 503),
     ],
 )
 @scenario

@@ -73,7 +73,7 @@ async def test_five_megabytes_are_rewritten_and_retried_whole():
     async with gateway() as gw:
         await gw.fault("primary", "5xx")
         response = await gw.chat(big)
-        assert response.headers["x-pointsman-attempts"] == "vllm-primary:5xx,vllm-fallback:200"
+        assert response.headers["x-pointsman-attempts"] == "vllm-primary:retried,vllm-primary:5xx,vllm-fallback:200"
         (seen,) = gw.upstreams["fallback"].seen
         assert json.loads(seen.body) == big | {"model": "model-of-fallback"}
         await gw.fault("fallback", "5xx")
