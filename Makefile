@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help run test lint install lock clean
+.PHONY: help run test lint install examples lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,6 +12,7 @@ help:
 	@echo "make test     set up, then every test"
 	@echo "make lint     ruff, mypy, import-linter"
 	@echo "make install  only the set-up (.venv)"
+	@echo "make examples envoy/examples from what pointsman render gives now"
 
 install: $(STAMP)
 
@@ -35,6 +36,12 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Rendered, committed, and compared by a test: never edited by hand.
+examples: install
+	@mkdir -p envoy/examples
+	$(BIN)/pointsman render tests/data/config/article.toml > envoy/examples/article.yaml
+	$(BIN)/pointsman render extproc/demo/demo.toml > envoy/examples/demo.yaml
 
 # New pins from pyproject.toml's ranges, for every supported Python.
 lock: install

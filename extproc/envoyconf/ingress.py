@@ -66,10 +66,12 @@ from extproc.core.errors import (
     GATEWAY_ERROR,
     HEADERS_TOO_LARGE,
     INVALID_JSON,
+    NO_UPSTREAM,
     REQUEST_TIMEOUT,
     REQUEST_TOO_LARGE,
     ROUTER_UNAVAILABLE,
     UPSTREAM_TIMEOUT,
+    FallbackReason,
     RouteReason,
     error_body,
 )
@@ -282,6 +284,11 @@ def _local_replies() -> LocalReplyConfig:
         for name, value in Respond(status=0, body=b"").headers.items()
         if name.startswith(wire_names.PREFIX)
     ]
+    unanswered = [
+        parts.header(wire_names.UPSTREAM, "none"),
+        parts.header(wire_names.MODEL, "none"),
+        parts.header(wire_names.ATTEMPTS, f"%REQ({wire_names.ATTEMPTS})%"),
+    ]
     return LocalReplyConfig(
         mappers=[
             # The sidecar's own 4xx are local replies too and keep their bodies.
@@ -295,11 +302,19 @@ def _local_replies() -> LocalReplyConfig:
                 parts.local_reply(parts.status_is(kind.status), kind, unrouted)
                 for kind in (REQUEST_TIMEOUT, REQUEST_TOO_LARGE, HEADERS_TOO_LARGE)
             ),
+            # Outlier detection has ejected every member of a chain without a rule.
             parts.local_reply(
-                parts.all_of(parts.status_is(504), parts.any_flag()), UPSTREAM_TIMEOUT
+                parts.flagged(["UH"]),
+                NO_UPSTREAM,
+                [*unanswered, parts.header(wire_names.FALLBACK, FallbackReason.CIRCUIT_OPEN.value)],
             ),
             parts.local_reply(
-                parts.all_of(parts.status_at_least(500), parts.any_flag()), GATEWAY_ERROR
+                parts.all_of(parts.status_is(504), parts.any_flag()), UPSTREAM_TIMEOUT, unanswered
+            ),
+            parts.local_reply(
+                parts.all_of(parts.status_at_least(500), parts.any_flag()),
+                GATEWAY_ERROR,
+                unanswered,
             ),
         ]
     )

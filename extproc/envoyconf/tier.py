@@ -87,6 +87,7 @@ from extproc.config import RETRY_AFTER_CAP_S, Config, Upstream
 from extproc.core import wire_names
 from extproc.core.errors import (
     GATEWAY_ERROR,
+    NO_UPSTREAM,
     REQUEST_TOO_LARGE,
     UPSTREAM_TIMEOUT,
     ErrorKind,
@@ -316,8 +317,14 @@ def _skip(upstream: Upstream, config: Config) -> Route:
             ],
         ),
         request_body_buffer_limit=config.server.max_body_bytes,
-        direct_response=DirectResponseAction(status=SKIPPED_STATUS),
-        response_headers_to_add=[parts.header(wire_names.FAIL, FallbackReason.CIRCUIT_OPEN.value)],
+        direct_response=DirectResponseAction(
+            status=SKIPPED_STATUS, body_format=parts.error_format(NO_UPSTREAM)
+        ),
+        response_headers_to_add=[
+            parts.header(wire_names.FAIL, FallbackReason.CIRCUIT_OPEN.value),
+            # What the client gets where nothing stands behind: a mode without the rule.
+            parts.header(wire_names.STATUS, str(NO_UPSTREAM.status)),
+        ],
     )
 
 

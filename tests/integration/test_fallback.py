@@ -226,3 +226,30 @@ async def test_too_many_at_once_overflow_to_the_next_upstream():
         assert all(response.status_code == 200 for response in responses)
         reasons = [response.headers.get("x-pointsman-fallback") for response in responses]
         assert reasons.count("overflow") == 4
+
+
+@pytest.mark.parametrize("mode", ["none", "model_only"])
+@scenario
+async def test_without_a_rule_an_open_circuit_is_an_honest_503_with_every_header(mode):
+    config = f"""
+[fallback]
+mode = "{mode}"
+[circuit_breaker]
+failure_threshold = 2
+[retry]
+max_retries = 0
+"""
+    async with gateway(config) as gw:
+        await gw.fault("primary", "hang")
+        await gw.fault("fallback", "hang")
+        for _ in range(2):
+            assert (await gw.chat()).status_code == 504
+        response = await gw.chat()  # Envoy has ejected what it could, perhaps before the gate
+        await gw.settled("pointsman_circuit_state", 2, upstream="vllm-primary")
+        for response in (response, await gw.chat()):
+            assert response.status_code == 503
+            assert response.json()["error"]["code"] == "no_upstream_available"
+            for name in ("route", "reason", "upstream", "model"):
+                assert response.headers[f"x-pointsman-{name}"]
+        assert response.headers["x-pointsman-fallback"] == "circuit_open"
+        await gw.settled("pointsman_requests_total", 4, outcome="failed")

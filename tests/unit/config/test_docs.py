@@ -64,6 +64,7 @@ def test_keys_without_a_literal_default_are_these():
         ("upstreams", "required"),
         ("api_key_env", "none"),
         ("path", "none"),
+        ("first_token_timeout", "none"),
         ("threshold", "none"),
     }
 
