@@ -90,6 +90,7 @@ class Gateway:
         self.listen, self.admin, self.metrics_port = free_ports(3)
         self.client = httpx.AsyncClient(base_url=f"http://{HOST}:{self.listen}", timeout=30)
         self.base_paths: dict[str, str] = {}
+        self.extra_environ: dict[str, str] = {}
         self.sidecar: subprocess.Popen | None = None
         self.envoy: subprocess.Popen | None = None
 
@@ -108,8 +109,9 @@ class Gateway:
             )
         self.config_path.write_text("\n".join(parts) + body, encoding="utf-8")
 
-    def environ(self, **more: str) -> dict[str, str]:
-        return {**os.environ, "PRIMARY_KEY": "sk-primary", "FALLBACK_KEY": "sk-fallback", **more}
+    def environ(self) -> dict[str, str]:
+        keys = {"PRIMARY_KEY": "sk-primary", "FALLBACK_KEY": "sk-fallback"}
+        return {**os.environ, **keys, **self.extra_environ}
 
     async def start_sidecar(self) -> None:
         log = (self.directory / "sidecar.log").open("ab")
@@ -142,6 +144,15 @@ class Gateway:
         with contextlib.suppress(httpx.HTTPError):
             return (await self.client.get(f"http://{HOST}:{self.admin}/ready")).status_code == 200
         return False
+
+    async def restart(self) -> None:
+        """Both processes, on the config file as it is now."""
+        for process in (self.envoy, self.sidecar):
+            assert process is not None
+            process.terminate()
+            process.wait()
+        await self.start_sidecar()
+        await self.start_envoy()
 
     def kill_sidecar(self) -> None:
         assert self.sidecar is not None
@@ -209,7 +220,7 @@ async def gateway(
     sidecar: bool = True,
 ) -> AsyncIterator[Gateway]:
     """A gateway over one scripted upstream a name; `upstream_keys`: more TOML for its table."""
-    keys = {name: 'inference_timeout = "500ms"\nconnect_timeout = "250ms"\n' for name in names}
+    keys = dict.fromkeys(names, 'inference_timeout = "500ms"\nconnect_timeout = "250ms"\n')
     for name, more in (upstream_keys or {}).items():
         keys[name] = more if "inference_timeout" in more else keys[name] + more
     directory = Path(tempfile.mkdtemp(prefix="gw-"))

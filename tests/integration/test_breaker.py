@@ -84,7 +84,7 @@ async def test_two_chains_share_one_state_and_a_fallback_has_a_circuit_of_its_ow
         code = await gw.chat(ask("traceback"))  # fallback is first in that chain
         assert code.headers["x-pointsman-attempts"] == "vllm-fallback:circuit_open,vllm-primary:200"
         await gw.fault("primary", "5xx")
-        chat, took_s = await timed(gw)
+        chat = await gw.chat()
         assert chat.headers["x-pointsman-upstream"] == "rule"
         assert chat.headers["x-pointsman-attempts"].endswith("vllm-fallback:circuit_open,rule:200")
         assert len(gw.upstreams["fallback"].seen) == visits
@@ -247,7 +247,8 @@ async def test_first_token_that_does_not_come_falls_over_and_live_streams_pass_u
         begun = time.monotonic()
         async with gw.client.stream("POST", "/v1/chat/completions", json=ask(stream=True)) as live:
             assert live.headers["x-pointsman-upstream"] == "vllm-primary"
-            async for piece in live.aiter_raw():
+            async for last_piece in live.aiter_raw():
+                piece = last_piece
                 arrivals.append(time.monotonic() - begun)
                 if len(arrivals) == 1:
                     gw.kill_sidecar()  # it holds the first chunk only

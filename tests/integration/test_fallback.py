@@ -244,9 +244,9 @@ max_retries = 0
         await gw.fault("fallback", "hang")
         for _ in range(2):
             assert (await gw.chat()).status_code == 504
-        response = await gw.chat()  # Envoy has ejected what it could, perhaps before the gate
+        first = await gw.chat()  # Envoy has ejected what it could, perhaps before the gate
         await gw.settled("pointsman_circuit_state", 2, upstream="vllm-primary")
-        for response in (response, await gw.chat()):
+        for response in (first, await gw.chat()):
             assert response.status_code == 503
             assert response.json()["error"]["code"] == "no_upstream_available"
             for name in ("route", "reason", "upstream", "model"):

@@ -2,7 +2,9 @@
 
 import gzip
 import json
+from pathlib import Path
 
+import httpx
 import pytest
 from gateway import CHAT, ask, gateway, scenario
 
@@ -73,7 +75,10 @@ async def test_five_megabytes_are_rewritten_and_retried_whole():
     async with gateway() as gw:
         await gw.fault("primary", "5xx")
         response = await gw.chat(big)
-        assert response.headers["x-pointsman-attempts"] == "vllm-primary:retried,vllm-primary:5xx,vllm-fallback:200"
+        assert (
+            response.headers["x-pointsman-attempts"]
+            == "vllm-primary:retried,vllm-primary:5xx,vllm-fallback:200"
+        )
         (seen,) = gw.upstreams["fallback"].seen
         assert json.loads(seen.body) == big | {"model": "model-of-fallback"}
         await gw.fault("fallback", "5xx")
@@ -230,14 +235,51 @@ async def test_own_listener_answers_health_readiness_and_metrics():
         assert 'pointsman_circuit_state{upstream="vllm-primary"} 0.0' in metrics
 
 
+@pytest.mark.parametrize("http2", [False, True])
 @scenario
-async def test_http2_clients_are_served_and_streams_arrive_piece_by_piece():
-    async with gateway() as gw:
+async def test_streams_arrive_piece_by_piece_over_http1_and_http2(http2):
+    async with (
+        gateway() as gw,
+        httpx.AsyncClient(base_url=gw.client.base_url, http1=not http2, http2=http2) as client,
+    ):
         gw.upstreams["primary"].chunk_gap_s = 0.05
-        pieces = []
-        async with gw.client.stream("POST", CHAT, json=ask(stream=True)) as response:
+        async with client.stream("POST", CHAT, json=ask(stream=True)) as response:
+            assert response.http_version == ("HTTP/2" if http2 else "HTTP/1.1")
             assert response.headers["content-type"].startswith("text/event-stream")
-            async for piece in response.aiter_raw():
-                pieces.append(piece)
+            pieces = [piece async for piece in response.aiter_raw()]
         assert len(pieces) > 3
         assert pieces[-1].endswith(b"data: [DONE]\n\n")
+
+
+@scenario
+async def test_article_config_runs_as_it_stands_but_for_where_its_upstreams_are():
+    article = (Path(__file__).parents[1] / "data" / "config" / "article.toml").read_text()
+    async with gateway("", names=("primary", "fallback")) as gw:
+        for upstream in gw.upstreams.values():
+            article = article.replace("https://llm.example/api", f"{upstream.base_url}/api", 1)
+        article = article.replace('"0.0.0.0:8080"', f'"127.0.0.1:{gw.listen}"')
+        own = f"""
+[admin]
+listen = "127.0.0.1:{gw.admin}"
+[metrics]
+listen = "127.0.0.1:{gw.metrics_port}"
+[extproc]
+socket = "{gw.socket_path}"
+"""
+        gw.config_path.write_text(article + own)
+        gw.extra_environ = {"PRIMARY_API_KEY": "sk-1", "FALLBACK_API_KEY": "sk-2"}
+        await gw.restart()
+        prompt = {"prompt": "hello", "max_tokens": 5}
+        response = await gw.chat(prompt, path="/api/v1/generate")
+        assert response.status_code == 200
+        seen = gw.upstreams["primary"].seen[-1]
+        assert seen.path == "/api/v1/generate"
+        assert json.loads(seen.body) == prompt | {"model": "your-primary-model"}
+        assert seen.headers["authorization"] == "Bearer sk-1"
+        await gw.fault("primary", "5xx")
+        response = await gw.chat(prompt, path="/api/v1/generate")
+        assert response.headers["x-pointsman-upstream"] == "vllm-fallback"
+        await gw.fault("fallback", "refused")
+        response = await gw.chat(prompt, path="/api/v1/generate")
+        assert response.headers["x-pointsman-upstream"] == "rule"
+        assert response.json()["choices"][0]["text"].startswith("The service is busy")
