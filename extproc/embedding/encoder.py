@@ -11,7 +11,7 @@ import sentencepiece
 from numpy.typing import NDArray
 
 from extproc.embedding.model import ModelError, ModelFiles
-from extproc.embedding.text import bound, first_and_last
+from extproc.embedding.text import bound, lines, paragraphs
 
 MAX_TOKENS: Final = 256
 """Up to here a text is one vector."""
@@ -44,10 +44,16 @@ class Encoder:
         ids = self._tokenize(text)
         if len(ids) + 2 <= MAX_TOKENS:
             return self._run(ids)
-        first, last = first_and_last(text)
-        head = self._tokenize(first)[: END_TOKENS - 2]
-        tail = self._tokenize(last)[-(END_TOKENS - 2) :]
+        # The question of a long prompt stands at one of its ends; what lies between misleads.
+        parts = paragraphs(text)
+        head = self._tokenize_end(parts[0], 0)[: END_TOKENS - 2]
+        tail = self._tokenize_end(parts[-1], -1)[-(END_TOKENS - 2) :]
         return np.concatenate([self._run(head), self._run(tail)])
+
+    def _tokenize_end(self, paragraph: str, index: int) -> list[int]:
+        """A paragraph, or its line at `index` when all of it is too long (pasted code, a log)."""
+        ids = self._tokenize(paragraph)
+        return ids if len(ids) + 2 <= END_TOKENS else self._tokenize(lines(paragraph)[index])
 
     def _tokenize(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text)
@@ -70,7 +76,9 @@ def _load_tokenizer(files: ModelFiles) -> sentencepiece.SentencePieceProcessor:
     try:
         tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(files.tokenizer))
     except (OSError, RuntimeError) as error:
-        raise ModelError(f"{files.tokenizer}: sentencepiece cannot load it: {error}") from error
+        raise ModelError(
+            f"{files.tokenizer}: sentencepiece cannot load it: {error}; install or export it again"
+        ) from error
     if min(tokenizer.bos_id(), tokenizer.eos_id()) < 0:
         raise ModelError(f"{files.tokenizer}: it has no marks for start and end of a text")
     return tokenizer
@@ -86,7 +94,10 @@ def _load_session(files: ModelFiles, threads: int) -> onnxruntime.InferenceSessi
             str(files.onnx), options, providers=["CPUExecutionProvider"]
         )
     except Exception as error:  # onnxruntime's exceptions share no base class
-        raise ModelError(f"{files.onnx}: onnxruntime cannot load it: {error}") from error
+        raise ModelError(
+            f"{files.onnx}: onnxruntime cannot load it: {error}; export it again, or delete it if it "
+            "lies in the cache"
+        ) from error
     inputs = {value.name for value in session.get_inputs()}
     outputs = [value.shape for value in session.get_outputs()]
     if inputs != _INPUTS or len(outputs) != 1 or outputs[0][-1] != files.dimension:

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import os
 import socket
+import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,26 +62,32 @@ async def launch(files: ModelFiles, tell: Tell) -> Link:
     with theirs:
         ours.setblocking(False)
         try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-X", "faulthandler", "-m", "extproc.embedding.worker"),
-                *(str(theirs.fileno()), str(files.onnx), str(files.tokenizer)),
-                *(str(files.dimension), files.digest),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,  # the parent's stdout is a contract
-                pass_fds=(theirs.fileno(),),
-            )
+            process = await asyncio.to_thread(_spawn, files, theirs.fileno())
         except BaseException:
             ours.close()
             raise
     return _ProcessLink(process, ours, tell)
 
 
+def _spawn(files: ModelFiles, fd: int) -> subprocess.Popen[bytes]:
+    """A fresh interpreter, by vfork, and off the loop.
+
+    uvloop's own subprocesses fork, which runs gRPC's fork handlers in the middle of its traffic.
+    """
+    command = [sys.executable, "-P", "-X", "faulthandler", "-m", "extproc.embedding.worker"]
+    command += [str(fd), str(files.onnx), str(files.tokenizer), str(files.dimension), files.digest]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,  # the parent's stdout is a contract
+        pass_fds=(fd,),
+    )
+
+
 class _ProcessLink:
     """Mutable: `_open`, until either side closes; the reader's unfinished frame."""
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, sock: socket.socket, tell: Tell
-    ) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket, tell: Tell) -> None:
         self._process = process
         self._sock = sock
         self._tell = tell
@@ -87,6 +95,9 @@ class _ProcessLink:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(sock.fileno(), self._readable)
         self._open = True
+        self._status: asyncio.Future[int] = self._loop.create_future()
+        # A thread, since a signal handler is the application's and a pidfd not to be had everywhere.
+        threading.Thread(target=self._reap, name=f"reap-{process.pid}", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -120,9 +131,14 @@ class _ProcessLink:
         return pages * os.sysconf("SC_PAGESIZE")
 
     async def exited(self) -> int:
-        status = await self._process.wait()
+        status = await asyncio.shield(self._status)
         self._readable()  # its last words may still lie in the socket
         return status
+
+    def _reap(self) -> None:
+        status = self._process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody asks any more
+            self._loop.call_soon_threadsafe(self._status.set_result, status)
 
     def _readable(self) -> None:
         if not self._open:

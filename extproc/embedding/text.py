@@ -19,13 +19,15 @@ def bound(text: str) -> str:
     return f"{text[:END_CHARS]}\n\n{text[-END_CHARS:]}"
 
 
-def first_and_last(text: str) -> tuple[str, str]:
-    """The first and the last paragraph with a word in it; lines where there is no blank line.
+def paragraphs(text: str) -> list[str]:
+    """The paragraphs with a word in them; the text itself when there is none."""
+    return _worded(_BLANK_LINE.split(text)) or [text]
 
-    The question of a long prompt stands at one of its ends; what lies between misleads.
-    """
-    for parts in (_BLANK_LINE.split(text), text.split("\n")):
-        worded = [part for part in parts if any(map(str.isalnum, part))]
-        if len(worded) > 1:
-            return worded[0], worded[-1]
-    return text, text
+
+def lines(text: str) -> list[str]:
+    """The lines with a word in them; the text itself when there is none."""
+    return _worded(text.split("\n")) or [text]
+
+
+def _worded(parts: list[str]) -> list[str]:
+    return [part for part in parts if any(map(str.isalnum, part))]

@@ -46,8 +46,9 @@ def serve(sock: socket.socket, files: ModelFiles) -> int:
     """Load, warm up, say so, then answer until the socket closes; the exit status."""
     try:
         encoder = _warm_encoder(files)
-    except (ModelError, ImportError, MemoryError) as error:
-        sock.sendall(frames.encode(frames.Unable(str(error) or type(error).__name__)))
+    except Exception as error:  # noqa: BLE001  the worker boundary: whatever it is, the parent is told
+        words = str(error) if isinstance(error, ModelError) else f"{files.onnx}: {error!r}"
+        sock.sendall(frames.encode(frames.Unable(words)))
         return 1
     sock.sendall(frames.encode(frames.Ready(encoder.dimension)))
     with sock.makefile("rb") as stream:
