@@ -22,9 +22,10 @@ end
 function envoy_on_request(handle)
   local headers = handle:headers()
   -- The router strips our headers before the provider sees them, so the account keeps a copy.
-  local admission = headers:get("x-pointsman-admission")
-  if admission then
-    handle:streamInfo():dynamicMetadata():set("pointsman", "admission", admission)
+  local metadata = handle:streamInfo():dynamicMetadata()
+  for _, name in ipairs({ "route", "admission" }) do
+    local value = headers:get("x-pointsman-" .. name)
+    if value then metadata:set("pointsman", name, value) end
   end
   local model_name = CONTEXT.model_name
   local offset, length = string.match(headers:get("x-pointsman-model-span") or "", "^(%d+):(%d+)$")
@@ -41,16 +42,43 @@ function envoy_on_request(handle)
   headers:replace("x-pointsman-model", model_name)
 end
 
+local COUNTS = { prompt_tokens = true, completion_tokens = true }
+
+-- Token counts of an answer that is in hand anyway, for the account; a stream's, Envoy reads itself.
+local function keep_usage(handle, usage)
+  local metadata = handle:streamInfo():dynamicMetadata()
+  each_member(usage, function(key, first, last)
+    local count = COUNTS[key] and string.match(string.sub(usage, first, last), "^%d+$")
+    if count then metadata:set("pointsman", key, tonumber(count)) end
+  end)
+end
+
 -- Whether a 200 is what a completions client can read: one JSON object with a non-empty `choices`.
 local function readable(handle, content_type)
   if not string.find(content_type, "json", 1, true) then return false end
   local body = handle:body(true)
   local text = body:getBytes(0, body:length())
-  local choices = false
+  local choices, usage = false, nil
   local whole = each_member(text, function(key, first, last)
     if key == "choices" then choices = string.find(text, "^%[%s*[^%]%s]", first) ~= nil end
+    if key == "usage" then usage = string.sub(text, first, last) end
   end)
+  if whole and choices and usage then keep_usage(handle, usage) end
   return whole and choices
+end
+
+-- Other answers pass as they come; one that says how small it is may wait to have its usage read.
+local SMALL = 1024 * 1024
+
+local function read_usage(handle, headers, content_type)
+  local size = tonumber(headers:get("content-length") or "")
+  if not size or size > SMALL or not string.find(content_type, "json", 1, true) then return end
+  if handle:requestHeaders():get(":method") ~= "POST" then return end
+  local body = handle:body(true)
+  local text = body:getBytes(0, body:length())
+  each_member(text, function(key, first, last)
+    if key == "usage" then keep_usage(handle, string.sub(text, first, last)) end
+  end)
 end
 
 function envoy_on_response(handle)
@@ -66,7 +94,7 @@ function envoy_on_response(handle)
   if tonumber(status) >= 500 then return fail(handle, "5xx") end
   if status == "429" then return fail(handle, "rate_limited") end
   if headers:get("content-encoding") then return end
-  local content_type = headers:get("content-type") or ""
+  local content_type = string.lower(headers:get("content-type") or "")
   if status == "400" and string.find(content_type, "json", 1, true) then
     local body = handle:body(true)
     local text = body:getBytes(0, body:length())
@@ -75,8 +103,8 @@ function envoy_on_response(handle)
     return
   end
   if status ~= "200" then return end
-  local path = string.match(handle:requestHeaders():get(":path") or "", "^[^?]*")
-  if not string.find(path, "/completions$") then return end
+  local path = string.match(handle:requestHeaders():get(":path") or "", "^([^?]-)/*%f[?%z]") or ""
+  if not string.find(path, "/completions$") then return read_usage(handle, headers, content_type) end
   if string.find(content_type, "text/event-stream", 1, true) then return end -- never buffer a stream
   if not readable(handle, content_type) then fail(handle, "bad_schema") end
 end

@@ -2,6 +2,8 @@
 
 from extproc.config.load import ConfigError, Fault, load, parse
 from extproc.config.model import (
+    ACCESS_OFF,
+    ACCESS_STDOUT,
     EXPLICIT,
     RETRY_AFTER_CAP_S,
     RULE,
@@ -11,10 +13,14 @@ from extproc.config.model import (
     Encoder,
     Fallback,
     FallbackMode,
+    Log,
+    LogFormat,
+    LogLevel,
     Retry,
     Route,
     Router,
     Server,
+    Tracing,
     UnknownModel,
     Upstream,
     route_chain,
@@ -22,6 +28,8 @@ from extproc.config.model import (
 )
 
 __all__ = [
+    "ACCESS_OFF",
+    "ACCESS_STDOUT",
     "EXPLICIT",
     "RETRY_AFTER_CAP_S",
     "RULE",
@@ -33,10 +41,14 @@ __all__ = [
     "Fallback",
     "FallbackMode",
     "Fault",
+    "Log",
+    "LogFormat",
+    "LogLevel",
     "Retry",
     "Route",
     "Router",
     "Server",
+    "Tracing",
     "UnknownModel",
     "Upstream",
     "load",

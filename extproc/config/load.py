@@ -23,16 +23,20 @@ from extproc.config.model import (
     Encoder,
     Fallback,
     FallbackMode,
+    Log,
+    LogFormat,
+    LogLevel,
     Retry,
     Route,
     Router,
     Server,
+    Tracing,
     UnknownModel,
     Upstream,
 )
 from extproc.config.table import Document, Known, Table, dotted
 from extproc.core.circuit import CircuitPolicy
-from extproc.core.errors import FallbackReason
+from extproc.core.errors import Content, FallbackReason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -139,7 +143,9 @@ def _syntax_fault(error: Exception, text: str, file: str) -> Fault:
 
 
 def _config(root: Table, environ: Mapping[str, str] | None) -> Config:
-    server, admin, metrics = (root.child(key) for key in ("server", "admin", "metrics"))
+    server, admin, metrics, health = (
+        root.child(key) for key in ("server", "admin", "metrics", "health")
+    )
     read_server = _server(server)
     upstreams = _upstreams(root, read_server, environ)
     routes = _routes(root, upstreams)
@@ -150,12 +156,16 @@ def _config(root: Table, environ: Mapping[str, str] | None) -> Config:
         server=read_server,
         admin=admin.get("listen", v.address, _DEFAULT.admin),
         metrics=metrics.get("listen", v.address, _DEFAULT.metrics),
+        health=health.get("listen", v.address, _DEFAULT.health),
         extproc_socket=root.child("extproc").get("socket", v.socket_path, _DEFAULT.extproc_socket),
         circuit=_circuit(root.child("circuit_breaker")),
         fallback=_fallback(root.child("fallback")),
         retry=_retry(root.child("retry")),
+        log=_log(root.child("log")),
+        tracing=_tracing(root.child("tracing")),
     )
-    _refuse_clashes({server: read_server.listen, admin: config.admin, metrics: config.metrics})
+    listeners = {server: read_server.listen, admin: config.admin, metrics: config.metrics}
+    _refuse_clashes(listeners | ({health: config.health} if config.health else {}))
     return config
 
 
@@ -262,6 +272,9 @@ def _routes(root: Table, upstreams: Mapping[str, Upstream]) -> tuple[Route, ...]
     names: dict[str, str] = {}
     utterances: dict[str, str] = {}
     keywords: dict[str, str] = {}
+    patterns: dict[str, str] = {}
+    headers: dict[str, str] = {}
+    contents: dict[str, str] = {}
 
     def read(table: Table) -> Route:
         name = v.unclaimed(v.name(EXPLICIT, RULE), names, "the name of another route")
@@ -269,6 +282,9 @@ def _routes(root: Table, upstreams: Mapping[str, Upstream]) -> tuple[Route, ...]
         route = f"of route {quoted(own)}" if isinstance(own, str) else "of a route without a name"
         utterance = v.unclaimed(v.text, utterances, f"an utterance {route}", key=v.folded)
         keyword = v.unclaimed(v.text, keywords, f"a keyword {route}", key=v.folded)
+        pattern = v.unclaimed(v.pattern, patterns, f"a pattern {route}")
+        header = v.headers(headers, f"a header {route}")
+        content = v.unclaimed(v.choice(Content), contents, f"a content {route}")
         chain = v.unclaimed(reference, {}, "in this chain")
         chosen = Route(
             name=table.need("name", name, "", mend='add name = "..."'),
@@ -276,14 +292,33 @@ def _routes(root: Table, upstreams: Mapping[str, Upstream]) -> tuple[Route, ...]
             threshold=table.get("threshold", v.fraction, None),
             utterances=table.many("utterances", utterance, ()),
             keywords=table.many("keywords", keyword, ()),
+            patterns=table.many("patterns", pattern, ()),
+            headers=table.get("headers", header, ()),
+            has=table.many("has", content, ()),
+            min_chars=table.get("min_chars", v.integer(1), None),
+            max_chars=table.get("max_chars", v.integer(1), None),
+            priority=table.get("priority", v.integer(0, 1000), 0),
         )
         if not chosen.upstreams and table.fit("upstreams"):
             table.fault(
                 "upstreams", "names no upstream", "name at least one: the first is tried first"
             )
+        _check_rules(table, chosen)
         return chosen
 
     return tuple(read(table) for table in root.items("route"))
+
+
+def _check_rules(table: Table, route: Route) -> None:
+    if route.min_chars and route.max_chars and route.max_chars < route.min_chars:
+        problem = f"max_chars ({route.max_chars}) is under min_chars ({route.min_chars})"
+        table.fault("max_chars", problem, "raise max_chars or lower min_chars")
+    rules = ("headers", "has", "min_chars", "max_chars", "keywords", "patterns")
+    if route.priority and not any(table.given(key) for key in rules):
+        problem = "has nothing to order: among utterances the best score decides"
+        table.fault(
+            "priority", problem, f"remove it, or add {', '.join(rules[:-1])} or {rules[-1]}"
+        )
 
 
 def _reference(upstreams: Mapping[str, Upstream]) -> v.Reader[str]:
@@ -313,6 +348,8 @@ def _router(root: Table, upstreams: Mapping[str, Upstream], routes: Iterable[Rou
         deadline_s=table.get("deadline", v.duration, default.deadline_s),
         workers=table.get("workers", v.integer(0, 1024), default.workers),
         queue=table.get("queue", v.integer(1), default.queue),
+        cascade=table.get("cascade", v.switch, default.cascade),
+        cache=table.get("cache", v.integer(0), default.cache),
         aliases=_aliases(table, upstreams),
         unknown_model=table.get("unknown_model", v.choice(UnknownModel), default.unknown_model),
         encoder=Encoder(table.child("encoder").get("path", v.text, default.encoder.path)),
@@ -387,3 +424,20 @@ def _retry(table: Table) -> Retry:
         problem = f"max ({retry.max_s:g}s) is under base ({retry.base_s:g}s)"
         table.fault("max" if table.given("max") else "base", problem, "raise max or lower base")
     return retry
+
+
+def _log(table: Table) -> Log:
+    default = _DEFAULT.log
+    return Log(
+        access=table.get("access", v.log_target, default.access),
+        format=table.get("format", v.choice(LogFormat), default.format),
+        level=table.get("level", v.choice(LogLevel), default.level),
+    )
+
+
+def _tracing(table: Table) -> Tracing:
+    default = _DEFAULT.tracing
+    return Tracing(
+        endpoint=table.get("endpoint", v.collector, default.endpoint),
+        sampling=table.get("sampling", v.fraction, default.sampling),
+    )

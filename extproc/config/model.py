@@ -8,6 +8,7 @@ from enum import StrEnum
 from urllib.parse import SplitResult, urlsplit
 
 from extproc.core.circuit import CircuitPolicy
+from extproc.core.errors import Content
 
 RULE = "rule"
 """The pseudo-upstream that answers last: the value of `x-pointsman-upstream` for a rule answer."""
@@ -28,6 +29,12 @@ class Address:
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """Where this machine reaches the listener; a wildcard is reached on loopback."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104
+        return f"http://{Address(host, self.port)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +120,42 @@ class Fallback:
     metric_prefix: str = "model_fallback_total"
 
 
+class LogFormat(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+ACCESS_OFF = "off"
+ACCESS_STDOUT = "stdout"
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Envoy's access log, and how the sidecar writes its own."""
+
+    access: str = ACCESS_OFF
+    """`off`, `stdout` (Envoy's), or an absolute path that Envoy appends to."""
+    format: LogFormat = LogFormat.TEXT
+    level: LogLevel = LogLevel.INFO
+
+
+@dataclass(frozen=True, slots=True)
+class Tracing:
+    """Where spans go; `endpoint` None: there are none, and nothing is paid for them."""
+
+    endpoint: str | None = None
+    """`http://HOST:PORT` of an OTLP receiver that speaks gRPC."""
+    sampling: float = 1.0
+    """Share of the traces that begin here, in [0, 1]; a caller's own decision is kept."""
+
+
 @dataclass(frozen=True, slots=True)
 class Encoder:
     """Which embedding model to run; `path` None: the default model, built once into the cache."""
@@ -134,6 +177,10 @@ class Router:
     workers: int = 0
     """0: one per core, less one for Envoy and the event loop, at least one."""
     queue: int = 1024
+    cascade: bool = False
+    """Whether the static encoder alone decides where its margin is decisive."""
+    cache: int = 4096
+    """Decisions to remember; 0: none."""
     aliases: tuple[str, ...] = AUTO_ALIASES
     unknown_model: UnknownModel = UnknownModel.ERROR
     encoder: Encoder = Encoder()
@@ -149,6 +196,21 @@ class Route:
     """Score in [0, 1] from which the semantic signal admits; None: by the number of utterances."""
     utterances: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
+    headers: tuple[tuple[str, str], ...] = ()
+    """Request headers, lower-case name and value; the value `*` stands for any."""
+    has: tuple[Content, ...] = ()
+    min_chars: int | None = None
+    max_chars: int | None = None
+    """Characters of text in the whole request."""
+    priority: int = 0
+    """Of the rules; higher ones are asked first."""
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether it has a signal that decides without the embedding model."""
+        lengths = (self.min_chars, self.max_chars)
+        return bool(self.keywords or self.patterns or self.headers or self.has) or any(lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +233,14 @@ class Config:
     server: Server = Server()
     admin: Address = Address("127.0.0.1", 9901)
     metrics: Address = Address("127.0.0.1", 9464)
+    health: Address | None = None
+    """Where /healthz and /readyz answer besides `metrics`, and nothing else does; None: nowhere."""
     extproc_socket: str = DEFAULT_SOCKET
     circuit: CircuitPolicy = field(default_factory=CircuitPolicy)
     fallback: Fallback = Fallback()
     retry: Retry = Retry()
+    log: Log = Log()
+    tracing: Tracing = Tracing()
 
     def route(self, name: str) -> Route:
         return next(route for route in self.routes if route.name == name)

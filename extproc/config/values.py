@@ -14,10 +14,12 @@ from ipaddress import IPv6Address, ip_address
 from typing import Final, TypeVar
 
 from extproc.config.faults import nearest, quoted
-from extproc.config.model import Address
+from extproc.config.model import ACCESS_OFF, ACCESS_STDOUT, Address
+from extproc.core.patterns import PatternError, compile_pattern
 
 T = TypeVar("T")
 E = TypeVar("E", bound=StrEnum)
+S = TypeVar("S", bound=str)
 Reader = Callable[[object], T]
 
 MAX_COUNT: Final = 1_000_000
@@ -31,6 +33,10 @@ _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 _SECRET = re.compile(
     r"sk-|AIza|eyJ|Bearer\b|.*(?=[A-Za-z0-9]*[a-z])(?=[A-Za-z0-9]*[0-9])[A-Za-z0-9]{20}", re.DOTALL
 )
+_HEADER_NAME = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
+_HEADER_VALUE = re.compile(r"[!-~](?:[ -~]*[!-~])?")
+_STRIPPED = ("x-pointsman-", "x-envoy-")
+_SECRET_HEADERS = ("authorization", "proxy-authorization", "cookie", "x-api-key", "api-key")
 _METRIC_NAME = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
 _MODEL = re.compile(r"[!#-\[\]-~]+")
 _HOST_NAME = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_.])?")
@@ -174,6 +180,12 @@ def fraction(value: object) -> float:
     return float(value)
 
 
+def switch(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise Unfit(f"is {kind(value)}, not a boolean", "write true or false, without quotes")
+    return value
+
+
 def choice(allowed: Iterable[E]) -> Reader[E]:
     """One of a closed set."""
     known = {str(member): member for member in allowed}
@@ -225,11 +237,11 @@ def folded(phrase: str) -> str:
 
 
 def unclaimed(
-    read: Reader[str], claims: dict[str, str], claim: str, *, key: Callable[[str], str] = str
-) -> Reader[str]:
+    read: Reader[S], claims: dict[str, str], claim: str, *, key: Callable[[str], str] = str
+) -> Reader[S]:
     """A string that is nothing else yet. `claims` says what others are, and learns of this one."""
 
-    def read_unclaimed(value: object) -> str:
+    def read_unclaimed(value: object) -> S:
         chosen = read(value)
         if key(chosen) in claims:
             problem = f"{quoted(chosen)} is already {claims[key(chosen)]}"
@@ -238,6 +250,62 @@ def unclaimed(
         return chosen
 
     return read_unclaimed
+
+
+def pattern(value: object) -> str:
+    """A regular expression in RE2's syntax."""
+    expression = _string(value, "write a regular expression in quotes, best in single ones")
+    try:
+        compile_pattern(expression)
+    except PatternError as error:
+        raise Unfit(f"{quoted(expression)} {error.problem}", error.mend) from None
+    return expression
+
+
+def headers(claims: dict[str, str], claim: str) -> Reader[tuple[tuple[str, str], ...]]:
+    """Request headers, lower-case names and values; of `claims`, see `unclaimed`.
+
+    Values are not repeated: they may hold secrets.
+    """
+    mend = 'write a table of names and values, such as { "x-team" = "data", "x-tier" = "*" }'
+
+    def read(value: object) -> tuple[tuple[str, str], ...]:
+        if not isinstance(value, dict):
+            raise Unfit(f"is {kind(value)}, not a table", mend)
+        pairs = tuple((_header_name(name), each) for name, each in value.items())
+        for name, each in pairs:
+            if not isinstance(each, str):
+                problem = f"{quoted(name)} is {kind(each)}, not a string"
+                raise Unfit(problem, 'write its value, or "*" for any')
+            if not _HEADER_VALUE.fullmatch(each):
+                raise Unfit(
+                    f"{quoted(name)} has a value that no header can have",
+                    "write visible ASCII, with spaces inside it only",
+                )
+            pair = f"{name}: {each}"
+            if pair in claims:
+                problem = f"{quoted(name)} with this value is already {claims[pair]}"
+                raise Unfit(problem, "keep it in one place")
+            claims[pair] = claim
+        return pairs
+
+    return read
+
+
+def _header_name(name: str) -> str:
+    lower = name.lower()
+    if not _HEADER_NAME.fullmatch(lower):
+        raise Unfit(f"{quoted(name)} is not a header's name", "write one such as x-team")
+    if lower.startswith(_STRIPPED):
+        raise Unfit(
+            f"{quoted(name)} is removed from every request before it is read",
+            "choose a name that does not begin with x-pointsman- or x-envoy-",
+        )
+    if lower in _SECRET_HEADERS:
+        raise Unfit(
+            f"{quoted(name)} holds a secret", "have the proxy in front set a header that tells who"
+        )
+    return lower
 
 
 def env_name(value: object) -> str:
@@ -277,6 +345,29 @@ def socket_path(value: object) -> str:
             f"is {length} bytes long", f"shorten it to {_MAX_SOCKET_BYTES}: Unix allows no more"
         )
     return path
+
+
+def log_target(value: object) -> str:
+    """`off`, `stdout`, or the absolute path of a file that Envoy appends to."""
+    mend = 'write "off", "stdout", or a path that begins with "/"'
+    target = _string(value, mend)
+    if target not in (ACCESS_OFF, ACCESS_STDOUT) and not (
+        target.startswith("/") and target.isprintable()
+    ):
+        raise Unfit(f"{quoted(target)} is neither a switch nor an absolute path", mend)
+    return target
+
+
+def collector(value: object) -> str:
+    """`http://HOST:PORT` of an OTLP receiver; TLS to one further away is its local agent's matter."""
+    mend = 'write "http://HOST:PORT" of an OTLP receiver that speaks gRPC, usually on port 4317'
+    url = base_url(value).rstrip("/")
+    scheme, _, authority = url.partition("://")
+    if scheme.lower() != "http":
+        raise Unfit("is not plain http", mend)
+    if "/" in authority or not re.search(r":[0-9]+$", authority):
+        raise Unfit("has a path, or no port", mend)
+    return url
 
 
 def address(value: object) -> Address:

@@ -47,6 +47,12 @@ class RequestRecord:
     """Upstream ids that the gate had told Envoy to skip."""
     admission: str = ""
     request_id: str = ""
+    method: str = ""
+    path: str = ""
+    """As the client wrote it, query included."""
+    duration_s: float | None = None
+    ended_s: float | None = None
+    """Since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,31 @@ class AttemptRecord:
     time_to_headers_s: float | None = None
     ended: bool = True
     """False: an interim record of an answer that is still streaming."""
+    route: str = ""
+    is_stream: bool = False
+    """Whether the answer was an event stream."""
+    time_to_first_chunk_s: float | None = None
+    """Of the body; like time_to_headers_s from the attempt's start, tries before it included."""
+    time_to_last_byte_s: float | None = None
+    """From the upstream."""
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+    @property
+    def token_gap_s(self) -> float | None:
+        """Mean time between two tokens of a whole stream; None where the record cannot tell.
+
+        It knows the first chunk, the last byte and the number of tokens, so a stall amid a fast
+        stream shows as a slightly longer mean, and a stream without usage not at all.
+        """
+        first_s, last_s, tokens = (
+            self.time_to_first_chunk_s,
+            self.time_to_last_byte_s,
+            self.completion_tokens,
+        )
+        if not self.is_stream or first_s is None or last_s is None or not tokens or tokens < 2:
+            return None
+        return max(last_s - first_s, 0.0) / (tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)

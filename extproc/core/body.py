@@ -7,7 +7,7 @@ re-serialised, so 64-bit integers, duplicate keys, escapes and white space survi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -24,6 +24,7 @@ from extproc.core.errors import (
     INVALID_MODEL,
     NOT_AN_OBJECT,
     TOO_DEEP,
+    Content,
     ErrorKind,
 )
 
@@ -32,6 +33,9 @@ PROMPT_EDGE_CHARS: Final = 2048
 
 _MOST_PARTS: Final = 512
 """Parts of a list read from each of its ends: one costs far more to read than to skip."""
+
+_MOST_TEXTS: Final = 4096
+"""Texts that are counted; each costs a quarter of a microsecond, whatever is in it."""
 
 _ABSENT: Final = Raw(b"")
 
@@ -48,6 +52,9 @@ class _Fields(msgspec.Struct, frozen=True, gc=False):
     prompt: Raw = _ABSENT
     input: Raw = _ABSENT
     stream: Raw = _ABSENT
+    images: Raw = _ABSENT
+    tools: Raw = _ABSENT
+    functions: Raw = _ABSENT
 
 
 class _Item(msgspec.Struct, frozen=True, gc=False):
@@ -67,6 +74,13 @@ _STRING: Final = msgspec.json.Decoder(str)
 _SPACE: Final = b" \t\r\n"
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 _REPLACEMENT: Final = rb"\\ufffd"  # a template, so one backslash: as long as what it replaces
+
+
+# In JSON a quote without a backslash before it is never part of a string, so these find members and
+# nothing that a prompt says. Two, because a search for a literal opening is many times faster.
+_IMAGE_PART: Final = re.compile(rb'"type"\s*:\s*"(?:image_url|input_image|image)"')
+_IMAGES_MEMBER: Final = re.compile(rb'"images"\s*:\s*\[\s*[^\s\]]')
+_FULL_LIST: Final = re.compile(rb"\[\s*[^\s\]]")
 
 
 class BodyError(Exception):
@@ -164,6 +178,68 @@ def prompt_text(body: Body) -> str:
         raise BodyError(INVALID_JSON) from error
     except RecursionError as error:
         raise BodyError(TOO_DEEP) from error
+
+
+def text_chars(body: Body, *, enough: int) -> int:
+    """Characters of text in all messages, or in the prompt; from `enough` on there may be more.
+
+    Counted from the newest message back, at most _MOST_TEXTS of them. Raise BodyError.
+    """
+    total = 0
+    try:
+        for text in islice(_texts(body.fields), _MOST_TEXTS):
+            total += len(text)
+            if total >= enough:
+                break
+    except msgspec.DecodeError as error:
+        raise BodyError(INVALID_JSON) from error
+    return total
+
+
+def contents(body: Body) -> frozenset[Content]:
+    """What else than text there is, in any message: a model that lacks eyes or hands cannot answer.
+
+    Names are looked for as every encoder writes them, without escapes.
+    """
+    fields = body.fields
+    found = set()
+    if _is_full(fields.tools) or _is_full(fields.functions):
+        found.add(Content.TOOLS)
+    if b"image" in body.raw and (
+        _is_full(fields.images)
+        or any(
+            each.search(memoryview(value))
+            for each in (_IMAGE_PART, _IMAGES_MEMBER)
+            for value in (fields.messages, fields.input)
+        )
+    ):
+        found.add(Content.IMAGES)
+    return frozenset(found)
+
+
+def _is_full(value: Raw) -> bool:
+    return _FULL_LIST.match(memoryview(value)) is not None
+
+
+def _texts(fields: _Fields) -> Iterator[str]:
+    """Each text, newest first; an empty one for each message or part that has none."""
+    if fields.messages is not _ABSENT:
+        for message in reversed(_ITEMS.decode(fields.messages)):
+            yield from _content_texts(message.content)
+        return
+    for value in (fields.prompt, fields.input):
+        yield from _content_texts(value)
+
+
+def _content_texts(content: Raw) -> Iterator[str]:
+    """Of a string, of a list of parts, or of a list of messages, as `input` may be."""
+    if _first(content) != b"[":
+        yield _content_text(content)
+        return
+    for part in reversed(_parts(content)):
+        yield _part_text(part) or (
+            _content_text(_ITEM.decode(part).content) if _first(part) == b"{" else ""
+        )
 
 
 def _decode_fields(raw: bytes) -> tuple[bytes, _Fields]:

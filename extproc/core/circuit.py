@@ -269,15 +269,18 @@ class GateBank:
             return ()
         if on_trial:
             return self._move(gate, Cause.TRIAL_FAILED, now_s)
-        if gate.state is State.CLOSED:
-            gate.failures.append(now_s)
-            full = len(gate.failures) == gate.failures.maxlen
-            if full and now_s - gate.failures[0] <= self._policy.window_s:
-                return self._move(gate, Cause.THRESHOLD, now_s)
+        gate.failures.append(now_s)
+        full = len(gate.failures) == gate.failures.maxlen
+        if full and now_s - gate.failures[0] <= self._policy.window_s:
+            return self._move(gate, Cause.THRESHOLD, now_s)
         return ()
 
     def ejected(self, upstream: str, ticket: Ticket | None, now_s: float) -> tuple[Transition, ...]:
-        """Envoy passed the upstream over although this bank had let the request through to it."""
+        """The upstream was passed over: by Envoy, or because the admission said so.
+
+        Only Envoy's own ejection moves anything. What the admission skipped was open or half-open,
+        which an ejection does not move, or has changed since, which makes this news stale.
+        """
         gate, _ = self._heard(upstream, ticket)
         return self._move(gate, Cause.EJECTED, now_s) if gate else ()
 

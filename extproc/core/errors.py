@@ -14,7 +14,10 @@ class RouteReason(StrEnum):
 
     EXPLICIT = "explicit"
     HEADER = "header"
+    CONTENT = "content"
+    LENGTH = "length"
     KEYWORD = "keyword"
+    PATTERN = "pattern"
     SEMANTIC = "semantic"
     DEFAULT = "default"
     DEGRADED_FAST = "degraded_fast"
@@ -26,6 +29,13 @@ class RouteReason(StrEnum):
     LOCAL = "local"
     # Set by Envoy, never by the sidecar: the sidecar was dead or too slow and the request passed it by.
     DEGRADED_BYPASSED = "degraded_bypassed"
+
+
+class Content(StrEnum):
+    """What a body may hold besides text, as rules spell it."""
+
+    IMAGES = "images"
+    TOOLS = "tools"
 
 
 class FallbackReason(StrEnum):

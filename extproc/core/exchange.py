@@ -6,8 +6,8 @@ one action, and the transport carries it out:
     RequestHeaders ─► Continue          the body is wanted
                    ─► Forward | Respond  the exchange is decided
     RequestBody    ─► Forward | Respond
-                   ─► NeedEmbedding     resume with Embedded or NotEmbedded
-    Embedded | NotEmbedded ─► Forward | Respond
+                   ─► NeedEmbedding     resume with Embedded, Scored or NotEmbedded
+    Embedded | Scored | NotEmbedded ─► Forward | Respond
 
 A timeout, a full queue and a dead worker arrive as values (NotEmbedded), so that every degraded
 path is a plain function call in a test. An event that the state does not allow is a bug of the
@@ -16,8 +16,8 @@ transport and raises IllegalEventError.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, Final, TypeAlias
 from urllib.parse import unquote
@@ -42,19 +42,17 @@ from extproc.core.errors import (
     error_body,
 )
 from extproc.core.routing import (
-    KeywordRules,
     ModelDirectory,
     NamedRoute,
     NamedUpstream,
     RouteDecision,
+    RouteScore,
     SemanticIndex,
     Vectors,
     decide_by_scores,
 )
+from extproc.core.signals import Checked, Facts, SignalTable
 
-# Paths whose body is a JSON object with a `model`; on others a model is rewritten where there is
-# one and never added.
-_MODEL_PATHS: Final = ("/completions", "/embeddings", "/responses", "/messages", "/generate")
 _EXPLAIN_PATH: Final = "/route"
 _MODELS_PATH: Final = "/v1/models"
 _UNROUTED: Final = "none"
@@ -75,7 +73,7 @@ class Plan:
     """What the router knows, compiled once from the configuration and the embedded utterances."""
 
     directory: ModelDirectory
-    keywords: KeywordRules
+    signals: SignalTable
     index: SemanticIndex
     default_route: str
     unknown_model_takes_default: bool
@@ -90,6 +88,8 @@ class RequestHeaders:
     content_type: str
     content_encoding: str
     end_of_stream: bool
+    named: tuple[tuple[str, str], ...] = ()
+    """Name and value of those of `SignalTable.headers` that there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,21 @@ class RequestBody:
 @dataclass(frozen=True, slots=True)
 class Embedded:
     vectors: Vectors
+    wait_s: float = 0.0
+    """Until a worker took it."""
+    embed_s: float = 0.0
+    """In the worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Scores in place of vectors: remembered, or the static encoder's."""
+
+    scores: tuple[RouteScore, ...]
+    degraded: bool = False
+    """The full encoder was wanted and could not answer in time."""
+    wait_s: float = 0.0
+    embed_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +122,7 @@ class NotEmbedded:
     reason: RouteReason
 
 
-Event: TypeAlias = RequestHeaders | RequestBody | Embedded | NotEmbedded
+Event: TypeAlias = RequestHeaders | RequestBody | Embedded | Scored | NotEmbedded
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +222,7 @@ class State(Enum):
 _EXPECTED: Final[Mapping[State, tuple[type, ...]]] = {
     State.HEADERS: (RequestHeaders,),
     State.BODY: (RequestBody,),
-    State.EMBEDDING: (Embedded, NotEmbedded),
+    State.EMBEDDING: (Embedded, Scored, NotEmbedded),
     State.DONE: (),
 }
 _NEXT: Final[Mapping[type, State]] = {
@@ -298,18 +313,36 @@ class Exchange:
         return self._decide_by_text(bodies.prompt_text(body), body)
 
     def _decide_by_text(self, text: str, body: Body) -> Action:
-        if (decision := self._plan.keywords.match(text)) is not None:
-            return self._decided(decision, body)
+        signals = self._plan.signals
+        if not signals.is_empty:
+            decision = signals.decide(self._facts(text, body))
+            if decision is not None:
+                return self._decided(decision, body)
         if self._plan.index.is_empty or not text or text.isspace():
             return self._decided(self._default(RouteReason.DEFAULT), body)
         return NeedEmbedding(text)
 
+    def _facts(self, text: str, body: Body) -> Facts:
+        assert self._head is not None
+        signals = self._plan.signals
+        enough = signals.enough_chars
+        return Facts(
+            text.encode("utf-8", "replace"),
+            dict(self._head.named),
+            bodies.text_chars(body, enough=enough) if enough else 0,
+            bodies.contents(body) if signals.looks_inside else frozenset(),
+        )
+
     def _on_embedding(self, body: Body, event: Event) -> Action:
+        if isinstance(event, NotEmbedded):
+            return self._decided(self._default(event.reason), body)
         if isinstance(event, Embedded):
-            scores = self._plan.index.scores(event.vectors)
-            return self._decided(decide_by_scores(scores, default=self._plan.default_route), body)
-        assert isinstance(event, NotEmbedded)
-        return self._decided(self._default(event.reason), body)
+            event = Scored(self._plan.index.scores(event.vectors))
+        assert isinstance(event, Scored)
+        decision = decide_by_scores(event.scores, default=self._plan.default_route)
+        if event.degraded:
+            decision = replace(decision, reason=RouteReason.DEGRADED_FAST)
+        return self._decided(decision, body)
 
     def _on_bad_body(self, head: RequestHeaders, kind: ErrorKind) -> Action:
         # Where we cannot know what the provider takes, its own error is better than ours; but what
@@ -324,7 +357,8 @@ class Exchange:
     def _decided(self, decision: RouteDecision, body: Body) -> Action:
         assert self._head is not None
         if _bare(self._head.path) == _EXPLAIN_PATH:
-            return _explanation(self._plan, decision)
+            checked = self._plan.signals.check(self._facts(bodies.prompt_text(body), body))
+            return Respond(200, msgspec.json.encode(explain(self._plan, decision, checked)))
         return self._forward(decision, body)
 
     def _forward(self, decision: RouteDecision, body: Body | None) -> Forward:
@@ -334,7 +368,7 @@ class Exchange:
         return self._forward(self._default(reason), None)
 
 
-def explain(plan: Plan, decision: RouteDecision) -> dict[str, Any]:
+def explain(plan: Plan, decision: RouteDecision, checked: Sequence[Checked]) -> dict[str, Any]:
     """A decision as plain data: what `POST /route` and `pointsman route --json` answer."""
     chain = plan.route_chains[decision.route]
     return {
@@ -342,16 +376,21 @@ def explain(plan: Plan, decision: RouteDecision) -> dict[str, Any]:
         "model": chain.models[0],
         "upstreams": list(chain.upstreams),
         "reason": decision.reason.value,
-        "keyword": decision.keyword,
+        "matched": decision.matched,
+        "signals": [
+            {
+                "route": each.route,
+                "signal": each.reason.value,
+                "priority": each.priority,
+                "matched": each.matched,
+            }
+            for each in checked
+        ],
         "scores": {
             score.route: {"score": round(score.score, 4), "threshold": score.threshold}
             for score in decision.scores
         },
     }
-
-
-def _explanation(plan: Plan, decision: RouteDecision) -> Respond:
-    return Respond(200, msgspec.json.encode(explain(plan, decision)))
 
 
 def _models(plan: Plan, wanted: str) -> Respond:
@@ -372,11 +411,12 @@ def _refuse(kind: ErrorKind, message: str | None = None) -> Respond:
 
 
 def _bare(path: str) -> str:
-    return path.partition("?")[0]
+    bare = path.partition("?")[0]
+    return bare.rstrip("/") or "/"
 
 
 def _wants_object(path: str) -> bool:
-    return path == _EXPLAIN_PATH or path.endswith(_MODEL_PATHS)
+    return path == _EXPLAIN_PATH or path.endswith(wire_names.MODEL_PATHS)
 
 
 def _is_json(content_type: str) -> bool:

@@ -1,8 +1,7 @@
-"""Signals -> RouteDecision: explicit, keyword, semantic, default. Pure; vectors come from outside."""
+"""What routes ask for, what a client may name, and meaning -> RouteDecision; vectors come from outside."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -10,7 +9,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from extproc.core.errors import RouteReason
+from extproc.core.errors import Content, RouteReason
 
 Vectors: TypeAlias = npt.NDArray[np.float32]
 """L2-normalised embeddings, shape (count, dimension)."""
@@ -23,12 +22,20 @@ THRESHOLD_FEW: Final = 0.28
 
 @dataclass(frozen=True, slots=True)
 class RouteRule:
-    """One route's signals."""
+    """One route's signals; any of them admits a prompt."""
 
     name: str
     utterances: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
     threshold: float | None = None
+    patterns: tuple[str, ...] = ()
+    headers: tuple[tuple[str, str], ...] = ()
+    """Name and value of request headers."""
+    has: tuple[Content, ...] = ()
+    min_chars: int | None = None
+    max_chars: int | None = None
+    priority: int = 0
+    """Of the rules, that is, of all but the utterances."""
 
     @property
     def effective_threshold(self) -> float:
@@ -57,34 +64,8 @@ class RouteDecision:
     route: str
     reason: RouteReason
     scores: tuple[RouteScore, ...] = ()
-    keyword: str | None = None
-
-
-class KeywordRules:
-    """Words and phrases that decide at once; the first route in the file's order wins."""
-
-    def __init__(self, rules: Sequence[RouteRule]) -> None:
-        self._patterns = [
-            (rule.name, re.compile("|".join(map(_word, rule.keywords)), re.IGNORECASE))
-            for rule in rules
-            if rule.keywords
-        ]
-
-    def match(self, text: str) -> RouteDecision | None:
-        for route, pattern in self._patterns:
-            if found := pattern.search(text):
-                return RouteDecision(route, RouteReason.KEYWORD, keyword=found[0])
-        return None
-
-
-def _word(keyword: str) -> str:
-    """Whole words where the script has word boundaries; Chinese has none between words."""
-    pattern = re.escape(keyword)
-    if keyword[0].isascii() and keyword[0].isalnum():
-        pattern = r"(?<![A-Za-z0-9_])" + pattern
-    if keyword[-1].isascii() and keyword[-1].isalnum():
-        pattern += r"(?![A-Za-z0-9_])"
-    return pattern
+    matched: str | None = None
+    """By which a rule decided: the word, expression, header, content or length."""
 
 
 class SemanticIndex:

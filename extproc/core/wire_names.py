@@ -18,8 +18,6 @@ ADMISSION: Final = "x-pointsman-admission"
 
 WATCH: Final = "x-pointsman-watch"
 """Set by a sidecar that is there to hold a stream's headers until its first chunk."""
-ADMITTED: Final = "x-pointsman-admitted"
-"""Set where the filters begin: what is refused without it, Envoy's codec refused."""
 
 # Request headers that Envoy's own filters keep for the account.
 UPSTREAM: Final = "x-pointsman-upstream"
@@ -37,11 +35,28 @@ LOG_ATTEMPT_PREFIX: Final = "attempt."
 METADATA: Final = "pointsman"
 """The namespace of our endpoint and dynamic metadata."""
 
+ADMITTED: Final = "admitted"
+"""In a request's dynamic metadata from where our filters begin. Without it Envoy refused at once, and
+headers in our name are the client's."""
+
+# Keys of an attempt's dynamic metadata: copies of request headers, and usage as the provider says it.
+KEPT_ROUTE: Final = "route"
+KEPT_ADMISSION: Final = "admission"
+PROMPT_TOKENS: Final = "prompt_tokens"
+COMPLETION_TOKENS: Final = "completion_tokens"
+
+FIRST_CHUNK_US: Final = "first_chunk_us"
+"""A tag of an attempt's record: from its start to the first byte of the body, in microseconds."""
+
 RULE: Final = "rule"
 """The pseudo-upstream that answers last."""
 
 EXPLICIT_ROUTE: Final = "explicit"
 """The route of a request that named its own upstream; no configured route may take the name."""
+
+MODEL_PATHS: Final = ("/completions", "/embeddings", "/responses", "/messages", "/generate")
+"""Paths whose body is a JSON object with a `model`; on others one that is there is rewritten, and
+none is added."""
 
 COMPLETIONS_SUFFIX: Final = "/completions"
 """Paths that end so answer with `choices`; tier.lua checks the same suffix."""

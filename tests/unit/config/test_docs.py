@@ -64,8 +64,12 @@ def test_keys_without_a_literal_default_are_these():
         ("upstreams", "required"),
         ("api_key_env", "none"),
         ("path", "none"),
+        ("endpoint", "none"),
+        ("listen", "none"),
         ("first_token_timeout", "none"),
         ("threshold", "none"),
+        ("min_chars", "none"),
+        ("max_chars", "none"),
     }
 
 

@@ -23,7 +23,7 @@ from extproc.config import (
     parse,
 )
 from extproc.core.circuit import CircuitPolicy
-from extproc.core.errors import FallbackReason
+from extproc.core.errors import Content, FallbackReason
 
 DATA = Path(__file__).parents[2] / "data" / "config"
 ENVIRON = {"PRIMARY_API_KEY": "p", "FALLBACK_API_KEY": "f"}
@@ -130,6 +130,12 @@ upstreams = ["y", "x"]
 threshold = 1
 utterances = ["写代码"]
 keywords = ["segfault"]
+patterns = ['\\d+']
+headers = { "X-Team" = "data", "x-tier" = "*" }
+has = ["tools", "images"]
+min_chars = 1
+max_chars = 1
+priority = 1000
 """
     )
     assert config.server == Server(
@@ -148,7 +154,21 @@ keywords = ["segfault"]
     assert config.router.deadline_s == 0.2
     assert config.retry.base_s == config.retry.max_s == 0.003
     assert config.fallback.mode is FallbackMode.NONE
-    assert config.routes == (Route("code", ("y", "x"), 1.0, ("写代码",), ("segfault",)),)
+    assert config.routes == (
+        Route(
+            "code",
+            ("y", "x"),
+            1.0,
+            ("写代码",),
+            ("segfault",),
+            patterns=(r"\d+",),
+            headers=(("x-team", "data"), ("x-tier", "*")),
+            has=(Content.TOOLS, Content.IMAGES),
+            min_chars=1,
+            max_chars=1,
+            priority=1000,
+        ),
+    )
 
 
 @pytest.mark.parametrize(
