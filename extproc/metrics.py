@@ -8,16 +8,24 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from extproc.core.accounts import Hop
+from extproc.core.accounts import AttemptRecord, Hop
 from extproc.core.circuit import State
 from extproc.core.errors import Outcome, RouteReason
+from extproc.core.ledger import Found, Tally, UnseenCause
 
 _DECISION_BUCKETS: Final = (
     0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0,
 )  # fmt: skip
+_GAP_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 _HEADERS_BUCKETS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 8, 15, 30, 60)
 
 NO_ROUTE: Final = "none"
+
+
+class RecordKind(StrEnum):
+    REQUEST = "request"
+    ATTEMPT = "attempt"
+    INTERIM = "interim"
 
 
 class Metrics:
@@ -44,6 +52,35 @@ class Metrics:
             "pointsman_requests",
             "Requests that reached the listener, each under exactly one outcome.",
             ["outcome"],
+            registry=registry,
+        )
+        self._unseen = Counter(
+            "pointsman_requests_unseen",
+            "Requests that ended in Envoy and of which no record reached the sidecar, by cause.",
+            ["cause"],
+            registry=registry,
+        )
+        self._records = Counter(
+            "pointsman_records",
+            "Access log records received; interim ones tell of attempts still under way.",
+            ["kind"],
+            registry=registry,
+        )
+        self._records_lost = Counter(
+            "pointsman_records_lost",
+            "Access log records that Envoy wrote and that never arrived.",
+            registry=registry,
+        )
+        self._offset = Gauge(
+            "pointsman_account_offset",
+            "What earlier runs counted of the running Envoy, less what this one did of former ones.",
+            ["of"],
+            registry=registry,
+        )
+        self._envoy_reads = Counter(
+            "pointsman_envoy_reads",
+            "Readings of Envoy's own counters, which the accounts are compared with.",
+            ["result"],
             registry=registry,
         )
         self._decisions = Counter(
@@ -76,6 +113,32 @@ class Metrics:
             buckets=_HEADERS_BUCKETS,
             registry=registry,
         )
+        self._time_to_first_token = Histogram(
+            "pointsman_time_to_first_token_seconds",
+            "Of streams: from an attempt's start to the first chunk of the body.",
+            ["upstream"],
+            buckets=_HEADERS_BUCKETS,
+            registry=registry,
+        )
+        self._token_gap = Histogram(
+            "pointsman_token_gap_seconds",
+            "Of streams that report their usage: mean time between two tokens, one value a stream.",
+            ["upstream"],
+            buckets=_GAP_BUCKETS,
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "pointsman_tokens",
+            "Tokens as the upstream reports them, by kind: prompt or completion.",
+            ["upstream", "route", "kind"],
+            registry=registry,
+        )
+        self._answers = Counter(
+            "pointsman_answers",
+            "Answers with status 200, by whether they reported their usage.",
+            ["upstream", "usage"],
+            registry=registry,
+        )
         self._embed_seconds = Histogram(
             "pointsman_embed_seconds",
             "Tokenising and running the model, in the worker.",
@@ -95,6 +158,23 @@ class Metrics:
             "pointsman_queue_skipped",
             "Prompts never embedded because their time was up or their caller had gone.",
             ["cause"],
+            registry=registry,
+        )
+        self._cache_lookups = Counter(
+            "pointsman_decision_cache",
+            "Prompts looked up among the remembered decisions, by whether one was there.",
+            ["result"],
+            registry=registry,
+        )
+        self._cascade = Counter(
+            "pointsman_cascade",
+            "With [router] cascade: prompts by the encoder that decided, static where it was sure.",
+            ["encoder"],
+            registry=registry,
+        )
+        self._static_ready = Gauge(
+            "pointsman_static_encoder_ready",
+            "1 once the static encoder can stand in for the embedding model.",
             registry=registry,
         )
         self._worker_restarts = Counter(
@@ -117,12 +197,39 @@ class Metrics:
         )
         for outcome in Outcome:
             self._requests.labels(outcome.value)
+        for cause in UnseenCause:
+            self._unseen.labels(cause.value)
+        for kind in RecordKind:
+            self._records.labels(kind.value)
+        for result in ("ok", "failed"):
+            self._envoy_reads.labels(result)
+        for result in ("hit", "miss"):
+            self._cache_lookups.labels(result)
+        for encoder in ("static", "full"):
+            self._cascade.labels(encoder)
+        self.account_offset(Tally())
 
     def request_ended(self, outcome: Outcome, hops: Iterable[Hop]) -> None:
         self._requests.labels(outcome.value).inc()
         for hop in hops:
             if hop.source in self._upstreams and hop.target in self._upstreams:
                 self._fallbacks.labels(hop.reason.value, hop.source, hop.target).inc()
+
+    def record_received(self, kind: RecordKind) -> None:
+        self._records.labels(kind.value).inc()
+
+    def requests_unseen(self, found: Found) -> None:
+        self._unseen.labels(UnseenCause.BYPASSED.value).inc(found.bypassed)
+        self._unseen.labels(UnseenCause.RECORD_LOST.value).inc(found.record_lost)
+        self._records_lost.inc(found.records)
+
+    def account_offset(self, offset: Tally) -> None:
+        self._offset.labels("requests").set(offset.requests)
+        self._offset.labels("bypassed").set(offset.let_through)
+        self._offset.labels("records").set(offset.records)
+
+    def envoy_read(self, *, ok: bool) -> None:
+        self._envoy_reads.labels("ok" if ok else "failed").inc()
 
     def decided(self, route: str, reason: str) -> None:
         """One per request record, so that decisions that Envoy gave up on are not counted twice."""
@@ -138,9 +245,24 @@ class Metrics:
     def rejected(self, code: str) -> None:
         self._rejections.labels(code).inc()
 
-    def attempt_answered(self, upstream_name: str, time_to_headers_s: float) -> None:
-        if upstream_name in self._upstreams:
-            self._time_to_headers.labels(upstream_name).observe(time_to_headers_s)
+    def attempt_answered(self, upstream_name: str, record: AttemptRecord) -> None:
+        if upstream_name not in self._upstreams:
+            return
+        if record.time_to_headers_s is not None:
+            self._time_to_headers.labels(upstream_name).observe(record.time_to_headers_s)
+        if record.is_stream and record.time_to_first_chunk_s is not None:
+            self._time_to_first_token.labels(upstream_name).observe(record.time_to_first_chunk_s)
+        if record.token_gap_s is not None:
+            self._token_gap.labels(upstream_name).observe(record.token_gap_s)
+        if record.route not in self._routes:
+            return
+        counts = {"prompt": record.prompt_tokens, "completion": record.completion_tokens}
+        for kind, count in counts.items():
+            if count is not None:
+                self._tokens.labels(upstream_name, record.route, kind).inc(count)
+        if record.status == 200:
+            usage = "absent" if record.prompt_tokens is None else "reported"
+            self._answers.labels(upstream_name, usage).inc()
 
     def watch_circuit(self, upstream_name: str, state: Callable[[], State]) -> None:
         """`state` is read at each scrape, so that an elapsed cooldown shows without traffic."""
@@ -156,6 +278,15 @@ class Metrics:
     def embedded(self, *, wait_s: float, embed_s: float) -> None:
         self._queue_seconds.observe(wait_s)
         self._embed_seconds.observe(embed_s)
+
+    def cache_looked_up(self, *, hit: bool) -> None:
+        self._cache_lookups.labels("hit" if hit else "miss").inc()
+
+    def cascaded(self, *, static: bool) -> None:
+        self._cascade.labels("static" if static else "full").inc()
+
+    def static_encoder_ready(self) -> None:
+        self._static_ready.set(1)
 
     def skipped(self, cause: StrEnum) -> None:
         self._skipped.labels(cause.value).inc()

@@ -32,6 +32,7 @@ START_S = 60.0
 ROUTES = """
 [router]
 default = "chat"
+deadline = "5s"
 
 [[route]]
 name = "chat"
@@ -107,6 +108,9 @@ class Gateway:
                 f'[upstream.{each}]\nname = "vllm-{each}"\nmodel = "model-of-{each}"\n'
                 f'base_url = "{base_url}"\n{upstream_keys.get(each, "")}\n'
             )
+        if "[router]" not in body:
+            # A loaded machine must not turn a slow reply of the sidecar into another outcome.
+            parts.append('[router]\ndeadline = "5s"\n')
         self.config_path.write_text("\n".join(parts) + body, encoding="utf-8")
 
     def environ(self) -> dict[str, str]:
@@ -132,6 +136,7 @@ class Gateway:
         bootstrap.write_text(render(load(self.config_path, environ=None)), encoding="utf-8")
         log = (self.directory / "envoy.log").open("ab")
         command = [str(find_envoy()), "-c", str(bootstrap), "--log-level", "warning"]
+        command += ["--file-flush-interval-msec", "100"]
         self.envoy = subprocess.Popen(
             [*command, "--use-dynamic-base-id"], stderr=log, env=self.environ()
         )
@@ -220,7 +225,7 @@ async def gateway(
     sidecar: bool = True,
 ) -> AsyncIterator[Gateway]:
     """A gateway over one scripted upstream a name; `upstream_keys`: more TOML for its table."""
-    keys = dict.fromkeys(names, 'inference_timeout = "500ms"\nconnect_timeout = "250ms"\n')
+    keys = dict.fromkeys(names, 'inference_timeout = "800ms"\nconnect_timeout = "500ms"\n')
     for name, more in (upstream_keys or {}).items():
         keys[name] = more if "inference_timeout" in more else keys[name] + more
     directory = Path(tempfile.mkdtemp(prefix="gw-"))

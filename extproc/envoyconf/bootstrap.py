@@ -19,7 +19,7 @@ from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections.
 )
 
 from extproc.config import Config
-from extproc.envoyconf import chain, ingress, parts, rule, tier
+from extproc.envoyconf import chain, ingress, parts, rule, tier, tracing
 
 MAX_CONNECTIONS: Final = 50_000
 """Client connections at once; Envoy warns at start when nothing bounds them."""
@@ -36,6 +36,7 @@ def bootstrap(config: Config) -> Bootstrap:
         listeners.append(rule.listener(config))
         clusters.append(rule.member(config))
     clusters += [chain.cluster(each, config) for each in chains]
+    clusters += tracing.clusters(config)
     return Bootstrap(
         node=Node(id="pointsman", cluster="pointsman"),
         admin=Admin(address=parts.socket_address(config.admin.host, config.admin.port)),
@@ -73,6 +74,12 @@ def render(config: Config) -> str:
     )
 
 
+# PyYAML leaves them plain, and Envoy's parser, stricter on YAML 1.1 here, reads booleans.
+_YAML_11_BOOLEANS: Final = frozenset("yYnN")
+# And these it folds like line ends, wherever it does not escape them.
+_YAML_11_BREAKS: Final = frozenset("\x85\u2028\u2029")
+
+
 class _Dumper(yaml.SafeDumper):
     """Lua as literal blocks, and no anchors where the same value occurs twice."""
 
@@ -82,6 +89,8 @@ class _Dumper(yaml.SafeDumper):
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     style = "|" if "\n" in text else None
+    if text in _YAML_11_BOOLEANS or _YAML_11_BREAKS & set(text):
+        style = '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

@@ -18,6 +18,7 @@ from envoy_data_plane.envoy.config.core.v3 import (
     GrpcServiceEnvoyGrpc,
     Http2ProtocolOptions,
     RuntimeFeatureFlag,
+    TrafficDirection,
     TypedExtensionConfig,
 )
 from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
@@ -41,11 +42,11 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ProcessingModeBodySendMode,
     ProcessingModeHeaderSendMode,
 )
-from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import (
-    HeaderMutation,
-    Mutations,
-)
 from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
+from envoy_data_plane.envoy.extensions.filters.http.set_metadata.v3 import Config as SetMetadata
+from envoy_data_plane.envoy.extensions.filters.http.set_metadata.v3 import (
+    Metadata as SetMetadataEntry,
+)
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
     HttpConnectionManager,
     LocalReplyConfig,
@@ -58,11 +59,13 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
     HttpProtocolOptionsExplicitHttpConfig,
 )
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
+from envoy_data_plane.google.protobuf import Struct
 
 from extproc.config import Config, route_chain
 from extproc.core import wire_names
 from extproc.core.errors import (
     BAD_REQUEST,
+    DUPLICATE_MODEL,
     GATEWAY_ERROR,
     HEADERS_TOO_LARGE,
     INVALID_JSON,
@@ -76,7 +79,7 @@ from extproc.core.errors import (
     error_body,
 )
 from extproc.core.exchange import Respond
-from extproc.envoyconf import chain, lua, parts
+from extproc.envoyconf import access_log, chain, lua, parts, tracing
 
 SLACK_S: Final = 0.25
 """How much later than the router's deadline Envoy gives up on the sidecar: it answers first."""
@@ -112,10 +115,15 @@ def listener(config: Config) -> Listener:
         request_timeout=parts.seconds(config.server.read_timeout_s),
         request_headers_timeout=parts.seconds(config.server.read_timeout_s),
         stream_idle_timeout=timedelta(),  # the routes' idle_timeout decides
+        tracing=tracing.of_requests(config),
+        request_id_extension=tracing.request_ids(config),
         delayed_close_timeout=parts.DELAYED_CLOSE,
         early_header_mutation_extensions=[_strip()],
         local_reply_config=_local_replies(),
-        access_log=[parts.access_log(wire_names.LOG_REQUEST, _LOGGED_REQUEST, _LOGGED_RESPONSE)],
+        access_log=[
+            parts.access_log(wire_names.LOG_REQUEST, _LOGGED_REQUEST, _LOGGED_RESPONSE),
+            *access_log.loggers(config),
+        ],
         http_filters=[
             parts.http_filter("admitted", _admitted()),
             parts.http_filter("gunzip", _gunzip()),
@@ -141,6 +149,8 @@ def listener(config: Config) -> Listener:
     listen = config.server.listen
     return Listener(
         name="ingress",
+        # What `/drain_listeners?inboundonly` closes; the tiers stay, for requests in flight.
+        traffic_direction=TrafficDirection.INBOUND,
         address=parts.socket_address(listen.host, listen.port),
         per_connection_buffer_limit_bytes=1024 * 1024,
         filter_chains=[
@@ -216,11 +226,16 @@ def _strip() -> TypedExtensionConfig:
     )
 
 
-def _admitted() -> HeaderMutation:
-    return HeaderMutation(
-        mutations=Mutations(
-            request_mutations=[MutationRule(append=parts.header(wire_names.ADMITTED, "1"))]
-        )
+def _admitted() -> SetMetadata:
+    """Metadata, because a header could be spelt by a client whose request Envoy refuses at once."""
+    return SetMetadata(
+        metadata=[
+            SetMetadataEntry(
+                metadata_namespace=wire_names.METADATA,
+                value=Struct.from_dict({wire_names.ADMITTED: True}),
+                allow_overwrite=True,
+            )
+        ]
     )
 
 
@@ -271,7 +286,9 @@ def _script(config: Config) -> str:
             "reason": RouteReason.DEGRADED_BYPASSED.value,
             "model": msgspec.json.encode(model).decode(),
             "model_name": model,
+            "model_paths": ",".join(wire_names.MODEL_PATHS),
             "invalid": error_body(INVALID_JSON).decode(),
+            "duplicate": error_body(DUPLICATE_MODEL).decode(),
         },
         json=True,
     )
@@ -293,7 +310,7 @@ def _local_replies() -> LocalReplyConfig:
         mappers=[
             # The sidecar's own 4xx are local replies too and keep their bodies.
             parts.local_reply(
-                parts.all_of(parts.status_is(400), parts.request_lacks(wire_names.ADMITTED)),
+                parts.all_of(parts.status_is(400), parts.admitted(invert=True)),
                 BAD_REQUEST,
                 unrouted,
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Final
@@ -13,7 +14,7 @@ from envoy_data_plane.envoy.config.accesslog.v3 import (
     AndFilter,
     ComparisonFilter,
     ComparisonFilterOp,
-    HeaderFilter,
+    MetadataFilter,
     ResponseFlagFilter,
     StatusCodeFilter,
 )
@@ -47,7 +48,6 @@ from envoy_data_plane.envoy.config.endpoint.v3 import (
     LbEndpoint,
     LocalityLbEndpoints,
 )
-from envoy_data_plane.envoy.config.route.v3 import HeaderMatcher
 from envoy_data_plane.envoy.extensions.access_loggers.grpc.v3 import (
     CommonGrpcAccessLogConfig,
     HttpGrpcAccessLogConfig,
@@ -62,6 +62,12 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
     HttpProtocolOptions,
     HttpProtocolOptionsExplicitHttpConfig,
 )
+from envoy_data_plane.envoy.type.matcher.v3 import (
+    MetadataMatcher,
+    MetadataMatcherPathSegment,
+    ValueMatcher,
+)
+from envoy_data_plane.envoy.type.tracing.v3 import CustomTag
 from envoy_data_plane.envoy.type.v3 import Percent
 from envoy_data_plane.google.protobuf import Any, Struct
 
@@ -136,10 +142,16 @@ def all_of(*filters: AccessLogFilter) -> AccessLogFilter:
     return AccessLogFilter(and_filter=AndFilter(filters=list(filters)))
 
 
-def request_lacks(name: str) -> AccessLogFilter:
+def admitted(*, invert: bool = False) -> AccessLogFilter:
+    """Our filters saw the request; Envoy's codec and its first checks refuse some before."""
     return AccessLogFilter(
-        header_filter=HeaderFilter(
-            header=HeaderMatcher(name=name, present_match=True, invert_match=True)
+        metadata_filter=MetadataFilter(
+            matcher=MetadataMatcher(
+                filter=wire_names.METADATA,
+                path=[MetadataMatcherPathSegment(key=wire_names.ADMITTED)],
+                value=ValueMatcher(bool_match=not invert),  # the filter ignores `invert`
+            ),
+            match_if_key_not_found=invert,
         )
     )
 
@@ -160,6 +172,14 @@ def local_reply(
     return ResponseMapper(
         filter=when, body_format_override=error_format(kind), headers_to_add=list(headers)
     )
+
+
+def is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def socket_address(host: str, port: int) -> Address:
@@ -245,11 +265,15 @@ def internal_cluster(
 
 
 def access_log(
-    log_name: str, request_headers: Sequence[str], response_headers: Sequence[str]
+    log_name: str,
+    request_headers: Sequence[str],
+    response_headers: Sequence[str],
+    tags: Mapping[str, str] | None = None,
 ) -> AccessLog:
     """Envoy's gRPC access log service: one record per request or attempt, to the sidecar.
 
-    Records travel in batches every 20 ms, off the way of the request.
+    Records travel in batches every 20 ms, off the way of the request. `tags`: what a record has no
+    field for, as Envoy format strings.
     """
     return AccessLog(
         name="account",
@@ -263,6 +287,9 @@ def access_log(
                     ),
                     buffer_flush_interval=timedelta(milliseconds=20),
                     buffer_size_bytes=16384,
+                    custom_tags=[
+                        CustomTag(tag=tag, value=value) for tag, value in (tags or {}).items()
+                    ],
                 ),
                 additional_request_headers_to_log=list(request_headers),
                 additional_response_headers_to_log=list(response_headers),

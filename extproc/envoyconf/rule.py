@@ -38,11 +38,10 @@ from extproc.envoyconf.chain import rule_member_name
 MODEL: Final = "pointsman-rule"
 """The `model` of a rule answer."""
 
-# Written as values and replaced in the JSON text, which is then an Envoy format string.
-_ID: Final = "@ID@"
+# JSON has no bare command, so the time takes the place of a value that no answer has.
 _CREATED: Final = -1
-_CHAT: Final = r"(/.*)?/chat/completions(\?.*)?"
-_COMPLETIONS: Final = r"(/.*)?/(completions|generate)(\?.*)?"
+_CHAT: Final = r"(/.*)?/chat/completions/?(\?.*)?"
+_COMPLETIONS: Final = r"(/.*)?/(completions|generate)/?(\?.*)?"
 
 
 def member(config: Config) -> Cluster:
@@ -55,7 +54,7 @@ def member(config: Config) -> Cluster:
 
 
 def listener(config: Config) -> Listener:
-    text = config.fallback.rule_response
+    text = parts.verbatim(config.fallback.rule_response)
     hcm = HttpConnectionManager(
         codec_type=HttpConnectionManagerCodecType.HTTP1,
         stat_prefix=rule_member_name(),
@@ -133,7 +132,7 @@ def _completion(text: str) -> dict[str, Json]:
 
 def _envelope(kind: str, prefix: str, choice: dict[str, Json]) -> dict[str, Json]:
     return {
-        "id": prefix + _ID,
+        "id": f"{prefix}%UNIQUE_ID%",
         "object": kind,
         "created": _CREATED,
         "model": MODEL,
@@ -166,7 +165,6 @@ def _direct(
 
 
 def _formatted(answer: dict[str, Json]) -> str:
-    text = parts.verbatim(msgspec.json.encode(answer).decode())
-    return text.replace(_ID, "%UNIQUE_ID%").replace(
-        f'"created":{_CREATED}', '"created":%START_TIME(%s)%'
-    )
+    """JSON as an Envoy format string; the values in `answer` are format strings already."""
+    text = msgspec.json.encode(answer).decode()
+    return text.replace(f'"created":{_CREATED}', '"created":%START_TIME(%s)%')

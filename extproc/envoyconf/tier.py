@@ -7,7 +7,6 @@ on the same host, what counts as a bad answer and why it failed.
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 from datetime import timedelta
 from typing import Final
 
@@ -26,6 +25,7 @@ from envoy_data_plane.envoy.config.core.v3 import (
     GrpcServiceEnvoyGrpc,
     Http1ProtocolOptions,
     TransportSocket,
+    TypedExtensionConfig,
     UpstreamHttpProtocolOptions,
 )
 from envoy_data_plane.envoy.config.core.v3 import (
@@ -51,6 +51,10 @@ from envoy_data_plane.envoy.config.route.v3 import (
     RouteMatch,
     VirtualHost,
 )
+from envoy_data_plane.envoy.extensions.content_parsers.json.v3 import (
+    JsonContentParser,
+    JsonContentParserRuleConfig,
+)
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ExternalProcessor,
     ExtProcPerRoute,
@@ -58,7 +62,17 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ProcessingModeBodySendMode,
     ProcessingModeHeaderSendMode,
 )
+from envoy_data_plane.envoy.extensions.filters.http.json_to_metadata.v3 import (
+    JsonToMetadataKeyValuePair,
+    JsonToMetadataRule,
+    JsonToMetadataSelector,
+    JsonToMetadataValueType,
+)
 from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
+from envoy_data_plane.envoy.extensions.filters.http.sse_to_metadata.v3 import (
+    SseToMetadata,
+    SseToMetadataProcessingRules,
+)
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
     HttpConnectionManager,
     HttpConnectionManagerCodecType,
@@ -93,12 +107,14 @@ from extproc.core.errors import (
     ErrorKind,
     FallbackReason,
 )
-from extproc.envoyconf import lua, parts
+from extproc.envoyconf import lua, parts, tracing
 
 SKIPPED_STATUS: Final = 460
 """Outlier detection counts 5xx, so a skipped or uncounted attempt travels as a 4xx of our own."""
 
 _FIRST_TOKEN: Final = "first_token"  # noqa: S105  a filter, no secret
+_MAX_EVENT_BYTES: Final = 64 * 1024
+"""A longer event passes unread; the one with the usage is some hundred bytes."""
 CA_BUNDLE: Final = "/etc/ssl/certs/ca-certificates.crt"
 
 _CLIENT_KEYS: Final = ("authorization", "x-api-key", "api-key")
@@ -113,7 +129,6 @@ _NEVER_FORWARDED: Final = (
     "x-envoy-attempt-count",
     "x-envoy-original-path",
     "x-envoy-expected-rq-timeout-ms",
-    wire_names.ADMITTED,
     wire_names.WATCH,
     wire_names.CHAIN,
     wire_names.ROUTE,
@@ -187,11 +202,11 @@ def hosts(upstream: Upstream, config: Config) -> Cluster:
     cluster = Cluster(
         name=name,
         type=ClusterDiscoveryType.STATIC
-        if _is_ip(upstream.host)
+        if parts.is_ip(upstream.host)
         else ClusterDiscoveryType.STRICT_DNS,
         dns_lookup_family=ClusterDnsLookupFamily.V4_PREFERRED,
         # A name that does not resolve must not keep the listener from opening.
-        wait_for_warm_on_init=None if _is_ip(upstream.host) else False,
+        wait_for_warm_on_init=None if parts.is_ip(upstream.host) else False,
         connect_timeout=parts.seconds(upstream.connect_timeout_s),
         per_connection_buffer_limit_bytes=config.server.max_body_bytes,
         common_lb_config=parts.strict_lb(),
@@ -228,16 +243,21 @@ def listener(upstream: Upstream, config: Config) -> Listener:
             access_log_flush_interval=timedelta(seconds=1)
         ),
         stream_idle_timeout=timedelta(),  # the route's idle_timeout decides
+        tracing=tracing.of_attempts(config, upstream.name),
+        request_id_extension=tracing.request_ids(config),
         local_reply_config=LocalReplyConfig(mappers=_mappers(upstream)),
         access_log=[
             parts.access_log(
                 wire_names.LOG_ATTEMPT_PREFIX + upstream.id,
                 [],
-                [wire_names.FAIL],
+                [wire_names.FAIL, "content-type"],
+                # The record's own fields know of the first byte of headers only.
+                {wire_names.FIRST_CHUNK_US: "%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:us)%"},
             )
         ],
         http_filters=[
             parts.lua_filter("tier", name, script),
+            parts.http_filter("usage", _stream_usage()),
             *_first_token_watch(upstream),
             parts.http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)),
         ],
@@ -303,6 +323,37 @@ def _first_token_watch(upstream: Upstream) -> list[HttpFilter]:
         status_on_error=HttpStatus(code=StatusCode.GatewayTimeout),
     )
     return [parts.http_filter(_FIRST_TOKEN, watch)]
+
+
+def _stream_usage() -> SseToMetadata:
+    """Token counts out of an event stream as it passes, into the attempt's record.
+
+    Nothing is held back for it, and an event that is no JSON or too long is only not read.
+    """
+    rules = [
+        JsonContentParserRuleConfig(
+            rule=JsonToMetadataRule(
+                selectors=[
+                    JsonToMetadataSelector(key="usage"),
+                    JsonToMetadataSelector(key=count),
+                ],
+                on_present=JsonToMetadataKeyValuePair(
+                    metadata_namespace=wire_names.METADATA,
+                    key=count,
+                    type=JsonToMetadataValueType.NUMBER,
+                ),
+            )
+        )
+        for count in (wire_names.PROMPT_TOKENS, wire_names.COMPLETION_TOKENS)
+    ]
+    return SseToMetadata(
+        response_rules=SseToMetadataProcessingRules(
+            content_parser=TypedExtensionConfig(
+                name="json", typed_config=parts.pack(JsonContentParser(rules=rules))
+            ),
+            max_event_size=_MAX_EVENT_BYTES,
+        )
+    )
 
 
 def _skip(upstream: Upstream, config: Config) -> Route:
@@ -457,7 +508,7 @@ def _tls(upstream: Upstream) -> TransportSocket:
                     SubjectAltNameMatcher(
                         san_type=(
                             SubjectAltNameMatcherSanType.IP_ADDRESS
-                            if _is_ip(upstream.host)
+                            if parts.is_ip(upstream.host)
                             else SubjectAltNameMatcherSanType.DNS
                         ),
                         matcher=StringMatcher(exact=upstream.host),
@@ -467,11 +518,3 @@ def _tls(upstream: Upstream) -> TransportSocket:
         ),
     )
     return TransportSocket(name="envoy.transport_sockets.tls", typed_config=parts.pack(context))
-
-
-def _is_ip(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

@@ -1,4 +1,5 @@
-"""The sidecar's own HTTP listener: /metrics, /healthz, /readyz, on a thread and loop of its own.
+"""The sidecar's own HTTP listeners: /metrics, /events, /healthz, /readyz, on a thread and loop of
+their own.
 
 Load on the event loop that serves Envoy can so neither delay a probe nor make one kill the pod.
 """
@@ -8,11 +9,15 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future
+from contextlib import AsyncExitStack, aclosing
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from extproc.serving.events import Feed, TooManyWatchersError
 
 STALE_BEAT_S = 15.0
 """A serving loop silent for longer is stuck, and only a restart helps."""
@@ -34,13 +39,28 @@ class Health:
 
 
 class AdminServer:
+    """`probes`: a second host and port that answers /healthz and /readyz alone.
+
+    A kubelet asks from outside of the pod, where metrics need not be reachable.
+    """
+
     def __init__(
-        self, *, host: str, port: int, registry: CollectorRegistry, health: Health
+        self,
+        *,
+        host: str,
+        port: int,
+        registry: CollectorRegistry,
+        health: Health,
+        probes: tuple[str, int] | None = None,
+        feed: Feed | None = None,
     ) -> None:
         self._host = host
         self._port = port
+        self._probes = probes
         self._registry = registry
         self._health = health
+        self._feed = feed or Feed()
+        self._watching: set[asyncio.Task[None]] = set()
         self._thread: threading.Thread | None = None
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -62,26 +82,49 @@ class AdminServer:
     async def _run(self, started: Future[None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        app = web.Application()
-        app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/healthz", self._healthz)
-        app.router.add_get("/readyz", self._readyz)
-        runner = web.AppRunner(app, handle_signals=False, access_log=None)
+        probes = [web.get("/healthz", self._healthz), web.get("/readyz", self._readyz)]
         try:
-            await runner.setup()
-            await web.TCPSite(runner, self._host, self._port).start()
+            async with AsyncExitStack() as stack:
+                routes = [web.get("/metrics", self._metrics), web.get("/events", self._events)]
+                await _listen(stack, self._host, self._port, [*routes, *probes])
+                if self._probes is not None:
+                    await _listen(stack, *self._probes, probes)
+                started.set_result(None)
+                await self._stop.wait()
+                for task in self._watching:  # they would go on for ever
+                    task.cancel()
         except OSError as error:
-            await runner.cleanup()
+            if started.done():
+                raise
             started.set_exception(error)
-            return
-        started.set_result(None)
-        await self._stop.wait()
-        await runner.cleanup()
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         return web.Response(
             body=generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST}
         )
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={"content-type": "text/event-stream", "cache-control": "no-store"}
+        )
+        task = asyncio.create_task(self._send_events(request, response))
+        self._watching.add(task)
+        try:
+            await task
+        except TooManyWatchersError:
+            return web.Response(status=503, text="too many watchers\n")
+        except (asyncio.CancelledError, ConnectionError):
+            task.cancel()
+        finally:
+            self._watching.discard(task)
+        return response
+
+    async def _send_events(self, request: web.Request, response: web.StreamResponse) -> None:
+        async with aclosing(self._feed.watch()) as events:
+            async for chunk in events:
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(chunk)
 
     async def _healthz(self, _request: web.Request) -> web.Response:
         if self._health.is_live:
@@ -92,3 +135,14 @@ class AdminServer:
         if self._health.ready and self._health.is_live:
             return web.Response(text="ok\n")
         return web.Response(status=503, text="not ready\n")
+
+
+async def _listen(
+    stack: AsyncExitStack, host: str, port: int, routes: Iterable[web.RouteDef]
+) -> None:
+    app = web.Application()
+    app.add_routes(routes)
+    runner = web.AppRunner(app, handle_signals=False, access_log=None)
+    stack.push_async_callback(runner.cleanup)
+    await runner.setup()
+    await web.TCPSite(runner, host, port).start()

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 import grpc
 
+from extproc.core.errors import RouteReason
 from extproc.core.exchange import (
+    Action,
     Continue,
     Embedded,
     Exchange,
@@ -18,14 +20,16 @@ from extproc.core.exchange import (
     NotEmbedded,
     Plan,
     Respond,
+    Scored,
 )
 from extproc.metrics import Metrics
 from extproc.serving import wire
+from extproc.serving.decided import Decided, Tell
 
 _log = logging.getLogger(__name__)
 
-Embed = Callable[[str, float], Awaitable[Embedded | NotEmbedded]]
-"""Text and absolute deadline (loop.time() seconds) -> vectors, or why there are none; never late."""
+Embed = Callable[[str, float], Awaitable[Embedded | Scored | NotEmbedded]]
+"""Text and absolute deadline (loop.time() seconds) -> vectors, scores, or why neither; never late."""
 
 
 class Gatekeeper(Protocol):
@@ -40,46 +44,75 @@ class Processor(wire.ExternalProcessorServicer):  # type: ignore[misc]  # genera
     """Holds no state of its own: one Exchange lives as long as its stream."""
 
     def __init__(
-        self, *, plan: Plan, embed: Embed, gate: Gatekeeper, metrics: Metrics, deadline_s: float
+        self,
+        *,
+        plan: Plan,
+        embed: Embed,
+        gate: Gatekeeper,
+        metrics: Metrics,
+        deadline_s: float,
+        passed_on: Callable[[], None] = lambda: None,
+        tell: Tell | None = None,
     ) -> None:
+        """`passed_on` is told of each request that our own fault sent on undecided; `tell`, if there
+        is one, of each decision.
+        """
         self._plan = plan
         self._embed = embed
         self._gate = gate
         self._metrics = metrics
         self._deadline_s = deadline_s
+        self._passed_on = passed_on
+        self._tell = tell
 
     async def Process(  # noqa: N802  the method's name in the proto
-        self, requests: AsyncIterator[Any], _context: grpc.aio.ServicerContext
+        self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[Any]:
         exchange = Exchange(self._plan)
+        undecided = False
+        first: Any = None
         async for message in requests:
+            first = first or message
             if wire.is_response_phase(message):
                 async for reply in _watch_first_token(message, requests):
                     yield reply
                 return
             try:
-                reply = await self._answer(exchange, message)
+                reply = await self._answer(exchange, message, context)
             except Exception:  # noqa: BLE001  the stream is the boundary
                 # The request must not die of our bug: unchanged, Envoy sends it down the default
                 # chain, marked as having passed the sidecar by.
-                _log.exception("request passed on undecided")
-                self._metrics.internal_error()
+                _log.exception(
+                    "request passed on undecided", extra={"request_id": wire.request_id(first)}
+                )
+                if not undecided:  # once a request
+                    self._metrics.internal_error()
+                    self._passed_on()
+                undecided = True
                 reply = wire.pass_unchanged(message)
             yield reply
 
-    async def _answer(self, exchange: Exchange, message: Any) -> Any:
+    async def _answer(
+        self, exchange: Exchange, message: Any, context: grpc.aio.ServicerContext
+    ) -> Any:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        event = wire.decode(message)
+        event = wire.decode(message, self._plan.signals.headers)
         if event is None:
             return wire.pass_unchanged(message)
         in_headers_phase = message.HasField("request_headers")
         action = exchange.receive(event)
+        embedded: Embedded | Scored | NotEmbedded | None = None
+        back = started
         if isinstance(action, NeedEmbedding):
             embedded = await self._embed(action.text, started + self._deadline_s)
+            back = loop.time()
             action = exchange.receive(embedded)
         if isinstance(action, Continue):
             return wire.CONTINUE
+        if self._tell is not None:
+            decided = _decided(action, started, loop.time(), embedded, back)
+            self._tell(tuple(context.invocation_metadata() or ()), decided)
         if isinstance(action, Respond):
             if action.code is not None:
                 self._metrics.rejected(action.code)
@@ -90,6 +123,29 @@ class Processor(wire.ExternalProcessorServicer):  # type: ignore[misc]  # genera
         return wire.encode_mutation(
             action.mutation(skip=skip, admission=admission), in_headers_phase=in_headers_phase
         )
+
+
+def _decided(
+    action: Action,
+    began_s: float,
+    ended_s: float,
+    embedded: Embedded | Scored | NotEmbedded | None,
+    back_s: float,
+) -> Decided:
+    asked = embedded is not None
+    timed = embedded if isinstance(embedded, Embedded | Scored) else None
+    forward = action.decision if isinstance(action, Forward) else None
+    return Decided(
+        began_s=began_s,
+        ended_s=ended_s,
+        route=forward.route if forward else "",
+        reason=(forward.reason if forward else RouteReason.LOCAL).value,
+        code=(action.code or "") if isinstance(action, Respond) else "",
+        scores=forward.scores if forward else (),
+        embedding_ended_s=back_s if asked else None,
+        wait_s=timed.wait_s if timed else 0.0,
+        embed_s=timed.embed_s if timed else 0.0,
+    )
 
 
 async def _watch_first_token(first: Any, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:

@@ -6,7 +6,7 @@ each message gets exactly one reply.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import grpc
@@ -29,6 +29,11 @@ AccessLogServiceServicer = als_pb2_grpc.AccessLogServiceServicer
 
 _OVERWRITE: Final = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 _PERIODIC: Final = accesslog_pb2.AccessLogType.DownstreamPeriodic
+_METHODS: Final = {
+    0: "",
+    **{number: name for name, number in base_pb2.RequestMethod.items() if number},
+}
+_MAX_TOKENS: Final = 100_000_000
 _WANTED: Final = frozenset({":method", ":path", "content-type", "content-encoding"})
 
 
@@ -37,14 +42,19 @@ def add_servicers(server: grpc.aio.Server, *, processor: Any, access_log: Any) -
     als_pb2_grpc.add_AccessLogServiceServicer_to_server(access_log, server)
 
 
-def decode(message: Any) -> Event | None:
-    """The event in a ProcessingRequest; None for a phase we did not ask for."""
+def decode(message: Any, named: frozenset[str] = frozenset()) -> Event | None:
+    """The event in a ProcessingRequest; None for a phase we did not ask for.
+
+    `named`: the headers that rules ask for, in lower case. Of one that comes twice the last counts:
+    what the proxy nearest to us has added.
+    """
     kind = message.WhichOneof("request")
     if kind == "request_headers":
+        wanted = _WANTED | named if named else _WANTED
         found = {
             header.key: header.raw_value.decode("latin-1") or header.value
             for header in message.request_headers.headers.headers
-            if header.key in _WANTED
+            if header.key in wanted
         }
         return RequestHeaders(
             method=found.get(":method", ""),
@@ -52,10 +62,21 @@ def decode(message: Any) -> Event | None:
             content_type=found.get("content-type", ""),
             content_encoding=found.get("content-encoding", "").strip().lower(),
             end_of_stream=message.request_headers.end_of_stream,
+            named=tuple((name, found[name]) for name in named if name in found) if named else (),
         )
     if kind == "request_body":
         return RequestBody(message.request_body.body)
     return None
+
+
+def request_id(message: Any) -> str:
+    """Of a message of headers; "" of any other. Searched for only when there is something to say."""
+    if not message.HasField("request_headers"):
+        return ""
+    for header in message.request_headers.headers.headers:
+        if header.key == "x-request-id":
+            return str(header.raw_value.decode("latin-1") or header.value)
+    return ""
 
 
 def continue_headers() -> Any:
@@ -106,7 +127,7 @@ def begins_stream(message: Any) -> bool:
         return False
     return any(
         header.key == "content-type"
-        and (header.raw_value or header.value.encode()).startswith(b"text/event-stream")
+        and (header.raw_value or header.value.encode()).lower().startswith(b"text/event-stream")
         for header in message.response_headers.headers.headers
     )
 
@@ -128,13 +149,41 @@ def log_name(message: Any) -> str | None:
     return message.identifier.log_name if message.HasField("identifier") else None
 
 
-def _kept_admission(metadata: Any) -> str:
-    """What tier.lua kept of the request's admission; "" where there was none."""
+def _kept(metadata: Any) -> dict[str, Any]:
+    """What the tier kept for the account: field name -> protobuf Value."""
     kept = metadata.filter_metadata
     # Indexing a protobuf map would add the key.
-    if wire_names.METADATA not in kept:
-        return ""
-    return str(kept[wire_names.METADATA].fields["admission"].string_value)
+    return dict(kept[wire_names.METADATA].fields) if wire_names.METADATA in kept else {}
+
+
+def _kept_text(kept: dict[str, Any], key: str) -> str:
+    return str(kept[key].string_value) if key in kept else ""
+
+
+def _kept_count(kept: dict[str, Any], key: str) -> int | None:
+    """A provider's number: None unless it is a sane count (NaN compares false, too)."""
+    if key not in kept or kept[key].WhichOneof("kind") != "number_value":
+        return None
+    value = kept[key].number_value
+    return int(value) if 0 <= value <= _MAX_TOKENS else None
+
+
+def _taken(common: Any) -> float | None:
+    """Until the last byte to the client, or to the end where there was none."""
+    if common.HasField("duration"):
+        return _seconds(common.duration)
+    if common.HasField("time_to_last_downstream_tx_byte"):
+        return _seconds(common.time_to_last_downstream_tx_byte)
+    return None
+
+
+def _seconds(duration: Any) -> float:
+    return float(duration.seconds + duration.nanos * 1e-9)
+
+
+def _micros(text: str) -> float | None:
+    """Seconds; None for Envoy's `-`, which stands for a moment that never came."""
+    return int(text) * 1e-6 if text.isascii() and text.isdecimal() else None
 
 
 def decode_records(name: str, message: Any) -> Iterator[RequestRecord | AttemptRecord]:
@@ -142,24 +191,38 @@ def decode_records(name: str, message: Any) -> Iterator[RequestRecord | AttemptR
         common, response = entry.common_properties, entry.response
         flags = frozenset(field.name for field, _ in common.response_flags.ListFields())
         status = response.response_code.value
-        sent = entry.request.request_headers
+        sent: Mapping[str, str] = entry.request.request_headers
         got = response.response_headers
         if name.startswith(wire_names.LOG_ATTEMPT_PREFIX):
-            first_byte = common.time_to_first_upstream_rx_byte
+            kept = _kept(common.metadata)
             yield AttemptRecord(
                 upstream=name.removeprefix(wire_names.LOG_ATTEMPT_PREFIX),
                 status=status,
                 flags=flags,
                 fail=got.get(wire_names.FAIL, ""),
-                admission=_kept_admission(common.metadata),
+                admission=_kept_text(kept, wire_names.KEPT_ADMISSION),
                 time_to_headers_s=(
-                    first_byte.seconds + first_byte.nanos * 1e-9
+                    _seconds(common.time_to_first_upstream_rx_byte)
                     if common.HasField("time_to_first_upstream_rx_byte")
                     else None
                 ),
                 ended=common.access_log_type != _PERIODIC,
+                route=_kept_text(kept, wire_names.KEPT_ROUTE),
+                is_stream=got.get("content-type", "").startswith("text/event-stream"),
+                time_to_first_chunk_s=_micros(
+                    common.custom_tags.get(wire_names.FIRST_CHUNK_US, "")
+                ),
+                time_to_last_byte_s=(
+                    _seconds(common.time_to_last_upstream_rx_byte)
+                    if common.HasField("time_to_last_upstream_rx_byte")
+                    else None
+                ),
+                prompt_tokens=_kept_count(kept, wire_names.PROMPT_TOKENS),
+                completion_tokens=_kept_count(kept, wire_names.COMPLETION_TOKENS),
             )
         elif name == wire_names.LOG_REQUEST:
+            if wire_names.ADMITTED not in _kept(common.metadata):
+                sent = {}  # refused before what a client says in our name was taken off
             yield RequestRecord(
                 status=status,
                 flags=flags,
@@ -172,4 +235,12 @@ def decode_records(name: str, message: Any) -> Iterator[RequestRecord | AttemptR
                 skip=frozenset(filter(None, sent.get(wire_names.SKIP, "").split(","))),
                 admission=sent.get(wire_names.ADMISSION, ""),
                 request_id=entry.request.request_id,
+                method=_METHODS[entry.request.request_method],
+                path=entry.request.path,
+                duration_s=(took_s := _taken(common)),
+                ended_s=(
+                    _seconds(common.start_time) + (took_s or 0.0)
+                    if common.HasField("start_time")
+                    else None
+                ),
             )

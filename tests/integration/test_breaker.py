@@ -17,7 +17,7 @@ cooldown = "2s"
 half_open_max_requests = 3
 """
 CONFIG = POLICY + ROUTES
-FAST_S = 0.25  # far below the 0.5 s that a wait for the hung primary takes
+FAST_S = 0.5  # below the 0.8 s that a wait for the hung primary takes
 
 
 async def timed(gw, body=None):

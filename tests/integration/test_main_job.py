@@ -50,6 +50,57 @@ async def test_keyword_explicit_and_unknown_models():
         assert "vllm-primary" in error["message"]
 
 
+RULES = """
+[router]
+default = "chat"
+
+[[route]]
+name = "chat"
+upstreams = ["primary", "fallback"]
+
+[[route]]
+name = "code"
+upstreams = ["fallback", "primary"]
+headers = { "X-Team" = "compilers", "x-beta" = "*" }
+has = ["images", "tools"]
+min_chars = 5000
+keywords = ["traceback"]
+patterns = ['(?i)^select\\b']
+"""
+
+
+@scenario
+async def test_rules_decide_and_the_header_and_the_metric_name_them():
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    asked = {
+        "header": [(ask(), {"X-TEAM": "compilers"}), (ask("traceback"), {"x-beta": "1"})],
+        "content": [
+            (ask(tools=[{"type": "function", "function": {"name": "f"}}]), {}),
+            (ask([{"type": "text", "text": "what is it?"}, image]), {}),
+        ],
+        "length": [(ask("a" * 5000), {})],
+        "keyword": [(ask("a Traceback"), {"x-team": "others"})],
+        "pattern": [(ask("select 1"), {})],
+        "default": [(ask("please select"), {"x-team": "others"}), (ask(tools=[]), {})],
+    }
+    async with gateway(RULES) as gw:
+        for reason, requests in asked.items():
+            route = "chat" if reason == "default" else "code"
+            for body, headers in requests:
+                answer = await gw.chat(body, headers=headers)
+                assert answer.headers["x-pointsman-reason"] == reason
+                assert answer.headers["x-pointsman-route"] == route
+            await gw.settled("pointsman_decisions_total", len(requests), route=route, reason=reason)
+        # What the client sends for a rule to read is the upstream's to read as well.
+        assert gw.upstreams["fallback"].seen[0].headers["x-team"] == "compilers"
+        explained = await gw.client.post(
+            "/route", json={"prompt": "select 1"}, headers={"x-team": "compilers"}
+        )
+        assert explained.json()["matched"] == "x-team = compilers"
+        matched = {each["signal"]: each["matched"] for each in explained.json()["signals"]}
+        assert matched["pattern"] == r"(?i)^select\b"
+
+
 @scenario
 async def test_only_the_model_changes_in_the_body_an_upstream_gets():
     body = (
@@ -220,7 +271,7 @@ async def test_models_and_route_are_answered_without_an_upstream():
         assert (await gw.client.get("/v1/models/nope")).status_code == 404
         explained = await gw.client.post("/route", json={"prompt": "Traceback (most recent)"})
         assert explained.json()["route"] == "code"
-        assert explained.json()["keyword"] == "Traceback"
+        assert explained.json()["matched"] == "Traceback"
         assert (await gw.client.get("/route")).status_code == 405
         assert not any(upstream.seen for upstream in gw.upstreams.values())
 
