@@ -18,9 +18,13 @@ from typing import Final
 # 200 x 512 took 8 ms instead of 7 us.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# onnxruntime reports its use to its maker unless it is told not to.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
+
+_FAULTS: Final = "5xx, refused, reset, bad_schema, flaky, slow_first_token, cut_stream"
 
 _DESCRIPTION: Final = """\
 Keeps LLM traffic on the right track: Envoy asks this sidecar which model should answer each
@@ -31,6 +35,10 @@ first steps
   pointsman check pointsman.toml         every fault of a configuration, with its line
   pointsman up --config pointsman.toml   the same gateway with your upstreams
   pointsman route "write a quicksort"    why a prompt goes where it goes
+  pointsman eval labelled.jsonl          how often that is right, and the best thresholds
+  pointsman drill                        a model hangs: who waits, for how long, until when
+  pointsman tail                         requests as they end, coloured by outcome
+  pointsman audit                        whether every request is accounted for
 """
 
 
@@ -109,9 +117,142 @@ def _parser() -> argparse.ArgumentParser:
     )
     route.add_argument("text", metavar="TEXT")
     route.add_argument("--config", type=Path, metavar="FILE")
+    route.add_argument(
+        "--header",
+        type=_pair,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a header of the request, for rules that look at it; may be repeated",
+    )
+    route.add_argument(
+        "--has",
+        choices=("images", "tools"),
+        action="append",
+        default=[],
+        help="what the request holds besides text; may be repeated",
+    )
     route.add_argument("--json", action="store_true", help="for machines")
     route.set_defaults(run=_route)
+
+    drill = commands.add_parser(
+        "drill",
+        help="break an upstream on purpose and see what follows",
+        description="Break an upstream under load, watch the fallback and the recovery, and check "
+        "what must follow. Without --url: on a gateway of its own. Exit 0 if everything held, 1 if "
+        "not, 2 for a drill that makes no sense.",
+    )
+    drill.add_argument(
+        "--fault",
+        nargs="+",
+        action="extend",
+        metavar="FAULT",
+        help=f"hang (the default), {_FAULTS}, or all of them: `all`",
+    )
+    drill.add_argument("--rps", type=float, default=10.0, help="requests a second (default: 10)")
+    drill.add_argument(
+        "--article",
+        action="store_true",
+        help="5 failures in 30 s, 5 s timeout, 30 s cooldown; without it the times are shorter",
+    )
+    drill.add_argument("--url", metavar="URL", help="a running gateway with demo upstreams, here")
+    drill.add_argument("--upstream", metavar="ID", help="with --url: the upstream to break")
+    drill.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="with --url: its configuration, if not the demo's",
+    )
+    drill.add_argument("--json", action="store_true", help="for machines; progress goes to stderr")
+    drill.set_defaults(run=_drill)
+
+    _add_watching(commands)
+
+    evaluation = commands.add_parser(
+        "eval",
+        help="how well labelled prompts are routed",
+        description='Route the prompts of a JSONL file, {"text": "...", "route": "..." or null} a '
+        "line (null: it belongs to no route), and print accuracy, confusion, the best thresholds and "
+        "the time a decision takes. Without --config: the demo's routes.",
+    )
+    evaluation.add_argument("data", type=Path, metavar="DATA")
+    evaluation.add_argument("--config", type=Path, metavar="FILE")
+    evaluation.add_argument(
+        "--limit", type=_count, metavar="N", help="only N of the prompts, drawn evenly"
+    )
+    evaluation.add_argument("--json", action="store_true", help="for machines")
+    evaluation.add_argument(
+        "--report", type=Path, metavar="FILE.html", help="write a report for the browser"
+    )
+    evaluation.add_argument(
+        "--write-thresholds",
+        type=Path,
+        metavar="FILE",
+        help="write the configuration with the best thresholds: a new file, or --config itself",
+    )
+    evaluation.set_defaults(run=_eval)
+
+    export = commands.add_parser(
+        "export-model",
+        help="make a model's files beforehand",
+        description="Build model files into $POINTSMAN_CACHE, else ~/.cache/pointsman, so that no "
+        "start has to: the static encoder, which decides under overload.",
+    )
+    export.add_argument(
+        "--static",
+        action="store_true",
+        required=True,
+        help="the static encoder's table, from the default model's weights",
+    )
+    export.set_defaults(run=_export_model)
     return parser
+
+
+def _add_watching(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    audit = commands.add_parser(
+        "audit",
+        help="whether every request of a running gateway is accounted for",
+        description="Compare Envoy's own counters with the sidecar's, and name every difference. "
+        "Without --config: the demo's addresses. Exit 0 if everything adds up, 1 if not.",
+    )
+    audit.add_argument("--config", type=Path, metavar="FILE", help="of the running gateway")
+    audit.add_argument(
+        "--wait",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="how long a difference may take to close (default: 10)",
+    )
+    audit.add_argument("--json", action="store_true", help="for machines")
+    audit.set_defaults(run=_audit)
+
+    tail = commands.add_parser(
+        "tail",
+        help="the requests of a running gateway, as they end",
+        description="One line a request, coloured by outcome, until Ctrl-C. Options that name values "
+        "show only those; given twice, either. Without --config: the demo's addresses.",
+    )
+    tail.add_argument("--config", type=Path, metavar="FILE", help="of the running gateway")
+    for key in ("outcome", "route", "reason", "upstream", "fallback"):
+        tail.add_argument(f"--{key}", action="append", default=[], metavar=key.upper())
+    tail.add_argument("--id", default="", metavar="ID", help="one request, by x-request-id")
+    tail.add_argument("--count", type=_count, metavar="N", help="end after N requests")
+    tail.add_argument("--no-color", action="store_true", help="as without a terminal, or NO_COLOR")
+    tail.add_argument("--json", action="store_true", help="for machines")
+    tail.set_defaults(run=_tail)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name.strip().lower(), value.strip()
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count from 1 up")
+    return int(text)
 
 
 # Each command imports what it needs when it runs: `check` needs no gRPC, `--help` nothing at all.
@@ -136,8 +277,9 @@ def _up(arguments: argparse.Namespace) -> int:
 def _serve(arguments: argparse.Namespace) -> int:
     import uvloop
 
-    from extproc.app.serve import serve
-    from extproc.config import ConfigError, load
+    from extproc.app.logs import configure
+    from extproc.app.serve import TracingMissingError, serve
+    from extproc.config import ConfigError, LogFormat, load
     from extproc.embedding.model import ModelError
     from extproc.serving.server import SocketBusyError
 
@@ -145,10 +287,13 @@ def _serve(arguments: argparse.Namespace) -> int:
         config = load(arguments.config, environ=os.environ)
         if arguments.socket:
             config = dataclasses.replace(config, extproc_socket=arguments.socket)
-        uvloop.run(serve(config, progress=_say))
+        configure(config.log)
+        is_json = config.log.format is LogFormat.JSON
+        progress = logging.getLogger("pointsman").info if is_json else _say
+        uvloop.run(serve(config, progress=progress))
     except ConfigError as error:
         return _report_faults(error)
-    except (ModelError, SocketBusyError, OSError) as error:
+    except (ModelError, SocketBusyError, TracingMissingError, OSError) as error:
         return _fail(error)
     return 0
 
@@ -181,12 +326,21 @@ def _render(arguments: argparse.Namespace) -> int:
 def _route(arguments: argparse.Namespace) -> int:
     from extproc.app.explain import as_text, explain
     from extproc.config import ConfigError, load
+    from extproc.core.errors import Content
     from extproc.demo import DEMO_CONFIG
     from extproc.embedding.model import ModelError
 
     try:
         config = load(arguments.config or DEMO_CONFIG, environ=None)
-        explained = asyncio.run(explain(config, arguments.text, progress=_say))
+        explained = asyncio.run(
+            explain(
+                config,
+                arguments.text,
+                headers=arguments.header,
+                has=[Content(each) for each in arguments.has],
+                progress=_say,
+            )
+        )
     except ConfigError as error:
         return _report_faults(error)
     except ModelError as error:
@@ -198,6 +352,110 @@ def _route(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _drill(arguments: argparse.Namespace) -> int:
+    from extproc.app.drill import Options, drill
+    from extproc.config import ConfigError
+    from extproc.drill.plan import PlanError, parse_faults
+    from extproc.drill.report import document
+    from extproc.drill.target import DrillError
+    from extproc.supervise import EnvoyNotFoundError
+
+    try:
+        options = Options(
+            faults=parse_faults(arguments.fault or ["hang"]),
+            rps=arguments.rps,
+            article=arguments.article,
+            url=arguments.url,
+            upstream=arguments.upstream,
+            config=arguments.config,
+        )
+        reports = drill(options, show=_say if arguments.json else _show)
+    except (PlanError, ConfigError) as error:
+        return _report_faults(error)
+    except (DrillError, EnvoyNotFoundError) as error:
+        return _fail(error)
+    if arguments.json:
+        print(json.dumps(document(reports), ensure_ascii=False, indent=2))
+    return 0 if all(report.held for report in reports) else EXIT_FAILED
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from extproc.app.audit import AuditError, as_json, as_text, audit
+    from extproc.config import ConfigError
+
+    try:
+        found = audit(arguments.config, wait_s=arguments.wait)
+    except ConfigError as error:
+        return _report_faults(error)
+    except AuditError as error:
+        return _fail(error)
+    print(json.dumps(as_json(found), indent=2) if arguments.json else as_text(found))
+    return 0 if found.adds_up else EXIT_FAILED
+
+
+def _tail(arguments: argparse.Namespace) -> int:
+    from extproc.app.tail import Filter, TailError, tail
+    from extproc.config import ConfigError
+
+    chosen = Filter(
+        outcomes=tuple(arguments.outcome),
+        routes=tuple(arguments.route),
+        reasons=tuple(arguments.reason),
+        upstreams=tuple(arguments.upstream),
+        fallbacks=tuple(arguments.fallback),
+        id=arguments.id,
+    )
+    colour = sys.stdout.isatty() and not arguments.no_color and not os.environ.get("NO_COLOR")
+    try:
+        tail(
+            arguments.config,
+            chosen,
+            show=_show,
+            as_json=arguments.json,
+            colour=colour,
+            count=arguments.count,
+        )
+    except ConfigError as error:
+        return _report_faults(error)
+    except TailError as error:
+        return _fail(error)
+    return 0
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from extproc.app.evaluate import DataError, EvalError, Order, run
+    from extproc.config import ConfigError
+    from extproc.demo import DEMO_CONFIG
+    from extproc.embedding.model import ModelError
+
+    order = Order(
+        data=arguments.data,
+        config=arguments.config or DEMO_CONFIG,
+        limit=arguments.limit,
+        as_json=arguments.json,
+        report=arguments.report,
+        thresholds=arguments.write_thresholds,
+    )
+    try:
+        run(order, show=print, say=_say)
+    except (ConfigError, DataError) as error:
+        return _report_faults(error)
+    except (EvalError, ModelError, OSError) as error:
+        return _fail(error)
+    return 0
+
+
+def _export_model(_arguments: argparse.Namespace) -> int:
+    from extproc.embedding.distill import ensure_static
+    from extproc.embedding.model import ModelError, default_cache_dir
+
+    try:
+        print(ensure_static(default_cache_dir(os.environ), progress=_say).table)
+    except ModelError as error:
+        return _fail(error)
+    return 0
+
+
 def _report_faults(error: Exception) -> int:
     print(error, file=sys.stderr)
     return EXIT_USAGE
@@ -206,6 +464,10 @@ def _report_faults(error: Exception) -> int:
 def _fail(error: Exception) -> int:
     print(f"pointsman: {error}", file=sys.stderr)
     return EXIT_FAILED
+
+
+def _show(line: str) -> None:
+    print(line, flush=True)
 
 
 def _say(line: str) -> None:

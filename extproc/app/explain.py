@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from extproc.app.serve import compile_plan, running_embedding
 from extproc.config import Config
+from extproc.core.errors import Content
 from extproc.core.exchange import (
     Exchange,
     NeedEmbedding,
@@ -26,16 +27,26 @@ _PATIENCE_S = 10.0
 
 
 async def explain(
-    config: Config, text: str, *, progress: Callable[[str], None]
+    config: Config,
+    text: str,
+    *,
+    headers: Sequence[tuple[str, str]] = (),
+    has: Collection[Content] = (),
+    progress: Callable[[str], None],
 ) -> Mapping[str, Any]:
-    """What `POST /route` answers for `text`, and the time it took. Raise ModelError."""
+    """What `POST /route` answers for `text`, and the time it took. Raise ModelError.
+
+    `headers`: lower-case names and values; `has`: what else the request holds.
+    """
     loop = asyncio.get_running_loop()
     async with running_embedding(config, _unread_metrics(), progress=progress) as embedding:
         exchange = Exchange(compile_plan(config, embedding.utterances))
         started = time.perf_counter()
-        head = RequestHeaders("POST", "/route", "application/json", "", end_of_stream=False)
-        exchange.receive(head)
-        action = exchange.receive(RequestBody(msgspec.json.encode({"prompt": text})))
+        exchange.receive(
+            RequestHeaders("POST", "/route", "application/json", "", False, named=tuple(headers))
+        )
+        body: dict[str, Any] = {"prompt": text} | {each.value: [{}] for each in has}
+        action = exchange.receive(RequestBody(msgspec.json.encode(body)))
         embed_s = 0.0
         if isinstance(action, NeedEmbedding):
             before = time.perf_counter()
@@ -54,7 +65,7 @@ def _unread_metrics() -> Metrics:
 
 
 def as_text(explained: Mapping[str, Any]) -> str:
-    """The same for a person: the decision first, then the table of scores, best first."""
+    """The same for a person: the decision, the rules in their order, the scores, best first."""
     if "error" in explained:
         return f"no decision: {explained['error']['message']}"
     lines = [
@@ -63,6 +74,8 @@ def as_text(explained: Mapping[str, Any]) -> str:
         f"model     {explained['model']}",
         f"upstreams {' -> '.join(explained['upstreams'])}",
     ]
+    if explained["signals"]:
+        lines += ["", *_rules(explained["signals"])]
     scores = explained["scores"]
     if scores:
         width = max(len("ROUTE"), *(len(name) for name in scores))
@@ -81,9 +94,20 @@ def as_text(explained: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _rules(signals: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The first that matched decided; those below it are shown all the same."""
+    rows = [("RULE", "ROUTE", "PRIORITY", "MATCHED")]
+    rows += [
+        (each["signal"], each["route"], str(each["priority"]), each["matched"] or "-")
+        for each in signals
+    ]
+    rule, route = (max(map(len, column)) for column in list(zip(*rows, strict=True))[:2])
+    return [f"{row[0]:<{rule}}  {row[1]:<{route}}  {row[2]:>8}  {row[3]}" for row in rows]
+
+
 def _because(explained: Mapping[str, Any]) -> str:
-    if explained["reason"] == "keyword":
-        return f"keyword: {explained['keyword']!r}"
+    if explained["matched"] is not None:
+        return f"{explained['reason']}: {explained['matched']}"
     if explained["reason"] == "default" and explained["scores"]:
         return "default: no route scored above its threshold"
     return str(explained["reason"])

@@ -69,6 +69,8 @@ def _listeners(config: Config, *, demo: bool) -> dict[str, Address]:
         "[admin] listen": config.admin,
         "[metrics] listen": config.metrics,
     }
+    if config.health is not None:
+        listeners["[health] listen"] = config.health
     if demo:
         for each in config.upstreams.values():
             listeners[f"[upstream.{each.id}] base_url"] = Address(each.host, each.port)
@@ -82,7 +84,7 @@ def _sidecar(path: Path, config: Config) -> Child:
             *(sys.executable, "-m", "extproc.cli", "serve"),
             *("--config", str(path), "--socket", config.extproc_socket),
         ),
-        ready=lambda: _answers(f"{base_url(config.metrics)}/readyz"),
+        ready=lambda: _answers(f"{config.metrics.url}/readyz"),
         ready_within_s=120.0,  # a slow machine still warms the model
         stop_grace_s=15.0,
     )
@@ -94,11 +96,14 @@ def _envoy(envoy: Path, bootstrap: Path, config: Config) -> Child:
         argv=(
             *(str(envoy), "--config-path", str(bootstrap)),
             *("--log-level", "warning", "--log-format", "%l %n: %v"),
+            # At each start it says at length that sse_to_metadata is work in progress.
+            *("--component-log-level", "misc:error"),
+            *("--file-flush-interval-msec", "1000"),  # the access log; Envoy's own default is 10 s
             # Several gateways on one machine must not meet in Envoy's shared memory.
             "--use-dynamic-base-id",
         ),
         # The whole path: Envoy asks the sidecar, and the sidecar answers.
-        ready=lambda: _answers(f"{base_url(config.server.listen)}/v1/models"),
+        ready=lambda: _answers(f"{config.server.listen.url}/v1/models"),
         stop_grace_s=5.0,
     )
 
@@ -113,12 +118,6 @@ def _demo_upstreams(config: Config) -> Child:
     )
 
 
-def base_url(address: Address) -> str:
-    """Where to reach a listener from this machine; a wildcard is reached on loopback."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address.host, address.host)  # noqa: S104
-    return f"http://{Address(host, address.port)}"
-
-
 async def _answers(url: str) -> bool:
     try:
         async with aiohttp.ClientSession() as session, session.get(url) as response:
@@ -129,10 +128,11 @@ async def _answers(url: str) -> bool:
 
 async def _drain(config: Config) -> None:
     """New connections are refused, answers in flight go on; return when none is left."""
-    admin = base_url(config.admin)
+    admin = config.admin.url
     try:
         async with aiohttp.ClientSession() as session:
-            await session.post(f"{admin}/drain_listeners")
+            # The tiers go on serving what is in flight.
+            await session.post(f"{admin}/drain_listeners?inboundonly")
             for _ in range(round(DRAIN_S / _DRAIN_POLL_S)):
                 if not await _active_requests(session, admin):
                     return
@@ -149,7 +149,7 @@ async def _active_requests(session: aiohttp.ClientSession, admin: str) -> int:
 
 
 async def _announce(config: Config, *, demo: bool) -> None:
-    url = base_url(config.server.listen)
+    url = config.server.listen.url
     sys.stdout.write(f"ready {url}\n")
     if demo:
         broken = next(iter(config.upstreams.values()))

@@ -1,0 +1,157 @@
+"""Who scores a prompt: the decision cache, the workers, or the static encoder when they cannot in time.
+
+It decides nothing: scores and reasons go to the exchange.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Final, Protocol
+
+from extproc.core.cache import DecisionCache
+from extproc.core.exchange import Embedded, NotEmbedded, Scored
+from extproc.core.fast import FastIndex, Utterances
+from extproc.core.routing import RouteRule, RouteScore, SemanticIndex, Vectors
+from extproc.embedding.model import ModelError
+from extproc.embedding.static import StaticEncoder, find_static
+from extproc.embedding.text import bound
+from extproc.metrics import Metrics
+
+_FULL_SHARE: Final = 0.9
+"""Of the time for a decision, what the workers get: the static encoder answers in the rest of it."""
+
+_log = logging.getLogger(__name__)
+
+
+class Encodes(Protocol):
+    def encode(self, text: str) -> Vectors:
+        """[k, dimension] in a fraction of a millisecond."""
+        ...
+
+
+EmbedFully = Callable[[str, float], Awaitable[Embedded | NotEmbedded]]
+"""Text and absolute deadline (loop.time() seconds) -> the full encoder's vectors; never late."""
+
+
+class FastTier:
+    """The static encoder with its index; constant."""
+
+    def __init__(self, encoder: Encodes, index: FastIndex) -> None:
+        self._encoder = encoder
+        self._index = index
+
+    def scores(self, text: str) -> tuple[RouteScore, ...]:
+        return self._index.scores(self._encoder.encode(text))
+
+    def is_decisive(self, scores: tuple[RouteScore, ...]) -> bool:
+        return self._index.is_decisive(scores)
+
+
+class Judge:
+    """Mutable: `_fast`, None until the static encoder is there; the cache."""
+
+    def __init__(
+        self,
+        embed: EmbedFully,
+        index: SemanticIndex,
+        metrics: Metrics,
+        *,
+        cascade: bool = False,
+        cache: DecisionCache | None = None,
+    ) -> None:
+        self._embed = embed
+        self._index = index
+        self._metrics = metrics
+        self._cascade = cascade
+        self._cache = cache
+        self._fast: FastTier | None = None
+
+    @property
+    def has_fast_tier(self) -> bool:
+        return self._fast is not None
+
+    def use(self, fast: FastTier) -> None:
+        self._fast = fast
+        self._metrics.static_encoder_ready()
+
+    async def __call__(self, text: str, deadline: float) -> Scored | NotEmbedded:
+        """Past `deadline` (loop.time() seconds) by no more than the static encoder takes."""
+        text = bound(text)
+        key = b""
+        if self._cache is not None:
+            key = self._cache.key(text)
+            known = self._cache.get(key)
+            self._metrics.cache_looked_up(hit=known is not None)
+            if known is not None:
+                return Scored(known)
+        if self._cascade and self._fast is not None:
+            scores = self._fast.scores(text)
+            decisive = self._fast.is_decisive(scores)
+            self._metrics.cascaded(static=decisive)
+            if decisive:
+                return Scored(scores)
+        now = asyncio.get_running_loop().time()
+        outcome = await self._embed(text, now + _FULL_SHARE * (deadline - now))
+        if isinstance(outcome, NotEmbedded):
+            if self._fast is None:
+                return outcome
+            return Scored(self._fast.scores(text), degraded=True)
+        scores = self._index.scores(outcome.vectors)
+        if self._cache is not None:
+            self._cache.put(key, scores)
+        return Scored(scores, wait_s=outcome.wait_s, embed_s=outcome.embed_s)
+
+
+def open_static(cache_dir: Path) -> StaticEncoder | None:
+    """The static encoder, if its table is there. Blocks for 0.3 s; a useless table is logged."""
+    try:
+        found = find_static(cache_dir)
+        return None if found is None else StaticEncoder(found)
+    except ModelError as error:
+        _log.warning("no static encoder: %s", error)
+        return None
+
+
+def fit_fast_tier(encoder: Encodes, rules: Sequence[RouteRule], full: Utterances) -> FastTier:
+    """`full`: the utterances of `rules` by the full encoder. Blocks: a millisecond an utterance."""
+    fast = {rule.name: [encoder.encode(text) for text in rule.utterances] for rule in rules}
+    return FastTier(encoder, FastIndex(rules, full=full, fast=fast))
+
+
+async def build_static(cache_dir: Path) -> StaticEncoder | None:
+    """Have a child of the lowest priority build the table; its failure is logged."""
+    _log.info("building the static encoder in the background")
+    said, status = await _run_builder(cache_dir)
+    encoder = await asyncio.to_thread(open_static, cache_dir)
+    last = said.strip().rpartition("\n")[2]
+    if encoder is None:
+        _log.warning("no static encoder: %s", last or f"its builder ended with {status}")
+    else:
+        _log.info("%s", last)
+    return encoder
+
+
+async def _run_builder(cache_dir: Path) -> tuple[str, int]:
+    """What the child said, and its status; it ends with us."""
+    command = [sys.executable, "-P", "-m", "extproc.embedding.distill", str(cache_dir)]
+    # More BLAS threads than cores to spare took eight times the processor's time.
+    environ = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    child = await asyncio.to_thread(
+        subprocess.Popen,
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environ,
+    )
+    try:
+        said, _ = await asyncio.to_thread(child.communicate)
+    finally:
+        child.kill()
+    return said, child.returncode

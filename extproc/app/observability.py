@@ -1,0 +1,228 @@
+"""docs/observability.md out of the code that it tells of: `python -m extproc.app.observability`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, Histogram
+
+from extproc.app import logs
+from extproc.config import Fallback
+from extproc.core.circuit import State
+from extproc.core.errors import FallbackReason, Outcome, RouteReason
+from extproc.core.ledger import UnseenCause
+from extproc.embedding.pool import RestartCause, SkipCause
+from extproc.envoyconf import access_log, tracing
+from extproc.metrics import Metrics, RecordKind
+from extproc.serving import decided, events
+
+_SPANS: Final = (
+    (
+        tracing.SERVICE,
+        tracing.REQUEST_SPAN,
+        "the client's, from `traceparent`",
+        "the whole exchange",
+    ),
+    (
+        tracing.SERVICE,
+        f"{tracing.ATTEMPT_SPAN} UPSTREAM",
+        f"`{tracing.REQUEST_SPAN}`",
+        "one visit to an upstream, tries on the same one included",
+    ),
+    (
+        tracing.SERVICE,
+        "async ...ExternalProcessor.Process egress",
+        f"`{tracing.REQUEST_SPAN}`",
+        "Envoy's call to the sidecar; `canceled` is how such a call ends well",
+    ),
+    (decided.SERVICE, decided.DECISION, "Envoy's call", "from the body's arrival to the reply"),
+    (decided.SERVICE, decided.QUEUE, f"`{decided.DECISION}`", "waiting for a worker"),
+    (
+        decided.SERVICE,
+        decided.EMBED,
+        f"`{decided.DECISION}`",
+        "tokenising and running the model, in the worker",
+    ),
+    (decided.SERVICE, decided.SCORE, f"`{decided.DECISION}`", "comparing with the routes"),
+)
+
+_ATTRIBUTES: Final = {
+    f"`{tracing.REQUEST_SPAN}`": (*tracing.REQUEST_TAGS, "guid:x-request-id"),
+    f"`{tracing.ATTEMPT_SPAN} UPSTREAM`": (*tracing.ATTEMPT_TAGS, "pointsman.upstream"),
+    "`decision`": (
+        "pointsman.route",
+        "pointsman.reason",
+        "pointsman.code",
+        "pointsman.score.ROUTE",
+    ),
+}
+
+_LABELS: Final[Sequence[tuple[str, str, Iterable[str] | str]]] = (
+    ("outcome", "`pointsman_requests_total`", Outcome),
+    ("cause", "`pointsman_requests_unseen_total`", UnseenCause),
+    ("reason", "`pointsman_decisions_total`", RouteReason),
+    ("reason", "`{fallback}`", FallbackReason),
+    ("cause", "`pointsman_queue_skipped_total`", SkipCause),
+    ("cause", "`pointsman_worker_restarts_total`", RestartCause),
+    ("kind", "`pointsman_records_total`", RecordKind),
+    ("kind", "`pointsman_tokens_total`", ("prompt", "completion")),
+    ("usage", "`pointsman_answers_total`", ("reported", "absent")),
+    ("of", "`pointsman_account_offset`", ("requests", "bypassed", "records")),
+    ("result", "`pointsman_envoy_reads_total`", ("ok", "failed")),
+    ("result", "`pointsman_decision_cache_total`", ("hit", "miss")),
+    ("encoder", "`pointsman_cascade_total`", ("static", "full")),
+    ("to", "`pointsman_circuit_transitions_total`", State),
+    ("code", "`pointsman_rejections_total`", "the error codes of the README"),
+    ("route", "everywhere", "the configured routes, and `explicit`"),
+    ("upstream", "everywhere", "the names of the configured upstreams, and `rule`"),
+    ("from, to", "`{fallback}`", "the same"),
+)
+
+_TEXT: Final = """\
+# Observability
+
+Made by `make observability` from the code; edit `extproc/app/observability.py`, not this file.
+
+| Look at | for |
+|---|---|
+| `GET /metrics` on `[metrics] listen` | the sidecar's metrics, below |
+| `GET /stats/prometheus` on `[admin] listen` | Envoy's own |
+| `pointsman audit` | whether every request is accounted for |
+| `pointsman tail` | requests as they end |
+| `[log] access` | a JSON line for each request, by Envoy |
+| `[log] format`, `level` | the sidecar's own log, on stderr |
+| `[tracing] endpoint` | spans of Envoy and the sidecar, in one trace |
+
+The same `x-request-id` is in the response, the access log, the trace, `tail`, and the sidecar's log.
+
+## Metrics
+
+No label takes a value from a client. With U upstreams and R routes there are at most {reasons} U² + {route_reasons} R + U (2 R + 60) + 150 series, the model's and the process's own left out.
+
+{metrics}
+
+Label values:
+
+{labels}
+
+What the times can tell, and what not:
+
+- All come from Envoy's records, one for each attempt, at its end. A stream still running is in none of them.
+- `pointsman_time_to_first_token_seconds` ends with the first byte of the body. What the provider puts there, a comment or an empty delta, counts.
+- `pointsman_token_gap_seconds` is a mean for each stream: last byte less first, by the completion tokens that the provider reported. A stall amid a fast stream hides in it, and a stream without usage is not in it: ask for `stream_options: {{"include_usage": true}}`.
+- Attempts of a client that left count no tokens, because usage comes last.
+- Tokens are what the provider says. They are read from event streams as these pass (an event over 64 KiB is not read), from completions, which are read for their schema anyway, and from other JSON answers that say they have at most 1 MiB. Nothing is held back for it. The filter for event streams, `sse_to_metadata`, is work in progress in Envoy 1.40, and Envoy says so at its start.
+- There is no cache yet, so there are no hit ratios.
+
+## The account
+
+Each request that reaches the listener ends in exactly one outcome. Envoy tells of it in a record; `pointsman audit` compares what arrived with what Envoy counted:
+
+| Envoy | is the sidecar's |
+|---|---|
+| `http.ingress.downstream_rq_total` less `downstream_rq_active` | `pointsman_requests_total` + `pointsman_requests_unseen_total` + `pointsman_account_offset{{of="requests"}}` |
+| `http.ingress.ext_proc.failure_mode_allowed` | `pointsman_decisions_total{{reason="degraded_bypassed"}}` - `pointsman_internal_errors_total` + `pointsman_requests_unseen_total{{cause="bypassed"}}` + `pointsman_account_offset{{of="bypassed"}}` |
+| `access_logs.grpc_access_log.logs_written` | `pointsman_records_total` + `pointsman_records_lost_total` + `pointsman_account_offset{{of="records"}}` |
+
+- Envoy counts a record as written even when nobody was there to take it. So the sidecar reads Envoy's totals every 2 s: what was due at one reading and has not come by the next is lost. Under traffic that is a lower bound; a quiet second makes it exact.
+- A killed sidecar's successor finds in `SOCKET.ledger`, beside the socket, what had been counted before: the offset. It is negative when Envoy was replaced under a living sidecar.
+- What an Envoy that was killed had in flight, nobody knows.
+
+## Access log
+
+One JSON line for each request in `[log] access`; keys in alphabetical order, `null` where there is nothing. No header of the client but its request id, no query, no body.
+
+{access}
+
+A request that Envoy refused before its filters saw it (no HTTP, no host) has no `route`, `reason`, `stream`, `attempts`, `fallback`. There is no outcome: it follows from `status`, `flags`, `upstream` and `fallback`, and `tail` shows it. Envoy keeps lines for up to 10 s before it writes them (its flag `--file-flush-interval-msec`; under `pointsman up` 1 s); send it SIGUSR1 after rotating the file.
+
+## The sidecar's log
+
+{log}
+
+From one place in the code come at most {burst} lines in {window:g} s; the next one after it says how many were left out.
+
+## `GET /events`
+
+What `pointsman tail` reads, on `[metrics] listen`: server-sent events, one JSON object for each request as it ends. {watchers} watchers at most. For a slow one {backlog} events wait; beyond that they are dropped, and an event `dropped` says how many.
+
+{events}
+
+## Traces
+
+W3C `traceparent` in, the same trace on to the upstream. OTLP over gRPC, from Envoy and from the sidecar. A caller's decision to sample is kept; traces that begin here are sampled by `[tracing] sampling`. A receiver that is away costs spans, never a request.
+
+{spans}
+
+Attributes of ours, beside Envoy's usual ones; `http.url` is cut behind the host, because a query may hold a key:
+
+{attributes}
+"""
+
+
+def document() -> str:
+    """The whole of docs/observability.md."""
+    return _TEXT.format(
+        reasons=len(FallbackReason),
+        route_reasons=len(RouteReason),
+        metrics=_table(("Metric", "Type", "Labels", "Says"), _metrics()),
+        labels=_table(("Label", "Of", "Values"), _label_values()),
+        access=_fields({name: field.meaning for name, field in access_log.FIELDS.items()}),
+        log=_fields(logs.FIELDS),
+        events=_fields(events.FIELDS),
+        burst=logs.BURST,
+        window=logs.WINDOW_S,
+        watchers=events.MOST_WATCHERS,
+        backlog=events.BACKLOG,
+        spans=_table(
+            ("Service", "Span", "Parent", "Lasts"),
+            ((f"`{service}`", f"`{name}`", parent, what) for service, name, parent, what in _SPANS),
+        ),
+        attributes=_table(
+            ("Span", "Attributes"),
+            ((span, ", ".join(f"`{tag}`" for tag in tags)) for span, tags in _ATTRIBUTES.items()),
+        ),
+    )
+
+
+def _metrics() -> Iterable[tuple[str, ...]]:
+    registry = CollectorRegistry()
+    Metrics(registry, fallback_metric=Fallback().metric_prefix, routes=[], upstream_names=[])
+    collectors: dict[int, Any] = {id(each): each for each in registry._names_to_collectors.values()}  # noqa: SLF001
+    for collector in collectors.values():
+        metric = next(iter(collector.describe()))
+        name = metric.name + ("_total" if metric.type == "counter" else "")
+        labels = ", ".join(f"`{label}`" for label in collector._labelnames)  # noqa: SLF001
+        says = metric.documentation
+        if isinstance(collector, Histogram):
+            bounds = collector._kwargs["buckets"]  # noqa: SLF001
+            says += f" Buckets: {', '.join(f'{bound:g}' for bound in bounds)} s."
+        yield f"`{name}`", metric.type, labels, says
+
+
+def _label_values() -> Iterable[tuple[str, ...]]:
+    for label, of, values in _LABELS:
+        told = (
+            values if isinstance(values, str) else ", ".join(f"`{each}`" for each in _plain(values))
+        )
+        yield f"`{label}`", of.format(fallback=Fallback().metric_prefix), told
+
+
+def _plain(values: Iterable[str]) -> list[str]:
+    return [value.value if isinstance(value, StrEnum) else value for value in values]
+
+
+def _fields(fields: Mapping[str, str]) -> str:
+    return _table(("Key", "Holds"), ((f"`{name}`", says) for name, says in fields.items()))
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())
