@@ -1,0 +1,217 @@
+{{/*
+What a pod is made of, for this chart's Deployment and for the pods of other charts:
+
+  {{ include "pointsman.initContainers" .Subcharts.pointsman }}
+  {{ include "pointsman.containers" .Subcharts.pointsman }}
+  {{ include "pointsman.volumes" .Subcharts.pointsman }}
+  {{ include "pointsman.podAnnotations" .Subcharts.pointsman }}
+*/}}
+
+{{/* One uid for both containers: the socket between them opens to its owner only. */}}
+{{- define "pointsman.securityContext" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{/* Envoy sends the keys; `pointsman check` and the sidecar only look whether they are set. */}}
+{{- define "pointsman.env" -}}
+{{- range $name, $from := .Values.apiKeys }}
+- name: {{ $name }}
+  valueFrom:
+    secretKeyRef: {name: {{ $from.secret | quote }}, key: {{ $from.key | quote }}}
+{{- end }}
+{{- end -}}
+
+{{- define "pointsman.volumes" -}}
+- name: pointsman-config
+  configMap: {name: {{ include "pointsman.fullname" . | quote }}}
+# The socket, Envoy's bootstrap, and the mark that a drain is on.
+- name: pointsman-run
+  emptyDir: {medium: Memory, sizeLimit: 32Mi}
+{{- end -}}
+
+{{/* A changed configuration rolls the pods, and so does a changed Secret, where Helm may read it. */}}
+{{- define "pointsman.podAnnotations" -}}
+checksum/config: {{ printf "%s%s" (include "pointsman.config" .) (.Files.Get "files/drain.sh") | sha256sum }}
+{{- if and .Values.rollOnSecretChange .Values.apiKeys }}
+{{- $seen := list }}
+{{- range $name, $from := .Values.apiKeys }}
+{{- $secret := lookup "v1" "Secret" $.Release.Namespace $from.secret }}
+{{- $seen = append $seen (dig "data" $from.key "" ($secret | default dict)) }}
+{{- end }}
+checksum/keys: {{ join "\n" $seen | sha256sum }}
+{{- end }}
+{{- end -}}
+
+{{- define "pointsman.initContainers" -}}
+# The configuration is checked, and Envoy's bootstrap rendered from it, by the version that will serve it.
+- name: pointsman-render
+  image: {{ include "pointsman.image" (dict "image" .Values.image "tag" .Chart.AppVersion) }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  command: [/bin/sh, -ec]
+  args:
+    - |-
+      pointsman check /etc/pointsman/pointsman.toml
+      pointsman render /etc/pointsman/pointsman.toml > /run/pointsman/envoy.yaml
+  {{- with include "pointsman.env" . }}
+  env:
+    {{- . | nindent 4 }}
+  {{- end }}
+  resources:
+    requests: {cpu: 100m, memory: 128Mi}
+    limits: {cpu: "1", memory: 256Mi}
+  securityContext:
+    {{- include "pointsman.securityContext" . | nindent 4 }}
+  volumeMounts:
+    - {name: pointsman-config, mountPath: /etc/pointsman, readOnly: true}
+    - {name: pointsman-run, mountPath: /run/pointsman}
+{{- if .Values.nativeSidecar }}
+{{ include "pointsman.sidecar" . }}
+  restartPolicy: Always
+{{- end }}
+{{- end -}}
+
+{{- define "pointsman.containers" -}}
+{{- if not .Values.nativeSidecar }}
+{{- include "pointsman.sidecar" . }}
+{{ end }}
+{{- include "pointsman.envoy" . }}
+{{- if include "pointsman.isDemo" . }}
+{{ include "pointsman.demo" . }}
+{{- end }}
+{{- end -}}
+
+{{- define "pointsman.envoy" -}}
+{{- $config := include "pointsman.config" . | fromJson -}}
+{{- $http := include "pointsman.port" (dict "config" $config "of" "server" "default" "0.0.0.0:8080") -}}
+{{- $admin := include "pointsman.port" (dict "config" $config "of" "admin" "default" "127.0.0.1:9901") -}}
+- name: envoy
+  image: {{ include "pointsman.image" (dict "image" .Values.envoy.image "tag" "") }}
+  imagePullPolicy: {{ .Values.envoy.image.pullPolicy }}
+  command: [envoy]
+  args:
+    - --config-path
+    - /run/pointsman/envoy.yaml
+    - --concurrency
+    - {{ .Values.envoy.concurrency | toString | quote }}
+    - --log-level
+    - {{ .Values.envoy.logLevel }}
+    - --disable-hot-restart
+    # From the drain's beginning every answer asks its client to go elsewhere.
+    - --drain-strategy
+    - immediate
+    - --drain-time-s
+    - {{ .Values.drain.settleSeconds | toString | quote }}
+  {{- with include "pointsman.env" . }}
+  env:
+    {{- . | nindent 4 }}
+  {{- end }}
+  ports:
+    - {name: http, containerPort: {{ $http }}}
+  # The whole path: Envoy asks the sidecar, and the sidecar answers.
+  readinessProbe:
+    httpGet: {path: /v1/models, port: http}
+    periodSeconds: 5
+    timeoutSeconds: 3
+    failureThreshold: 2
+  # Not a request: the kernel accepts for an Envoy that is busy, so load never kills it.
+  livenessProbe:
+    tcpSocket: {port: http}
+    initialDelaySeconds: 10
+    periodSeconds: 10
+    timeoutSeconds: 3
+    failureThreshold: 6
+  lifecycle:
+    preStop:
+      exec:
+        command: [/bin/bash, /etc/pointsman/drain.sh, {{ $admin | quote }}, {{ .Values.drain.settleSeconds | toString | quote }}, {{ .Values.drain.limitSeconds | toString | quote }}]
+  resources:
+    {{- toYaml .Values.envoy.resources | nindent 4 }}
+  securityContext:
+    {{- include "pointsman.securityContext" . | nindent 4 }}
+  volumeMounts:
+    - {name: pointsman-config, mountPath: /etc/pointsman, readOnly: true}
+    - {name: pointsman-run, mountPath: /run/pointsman}
+    {{- with .Values.envoy.extraVolumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end -}}
+
+{{- define "pointsman.sidecar" -}}
+{{- $config := include "pointsman.config" . | fromJson -}}
+- name: pointsman
+  image: {{ include "pointsman.image" (dict "image" .Values.image "tag" .Chart.AppVersion) }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  args: [serve, --config, /etc/pointsman/pointsman.toml]
+  {{- $env := include "pointsman.env" . }}
+  {{- if or $env .Values.sidecar.extraEnv }}
+  env:
+    {{- with $env }}
+    {{- . | nindent 4 }}
+    {{- end }}
+    {{- with .Values.sidecar.extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- end }}
+  ports:
+    - {name: health, containerPort: {{ include "pointsman.port" (dict "config" $config "of" "health") }}}
+    {{- if .Values.podMonitor.enabled }}
+    - {name: metrics, containerPort: {{ include "pointsman.port" (dict "config" $config "of" "metrics") }}}
+    {{- end }}
+  # The model is warm and the socket open.
+  startupProbe:
+    httpGet: {path: /readyz, port: health}
+    periodSeconds: 1
+    timeoutSeconds: 3
+    failureThreshold: 120
+  readinessProbe:
+    httpGet: {path: /readyz, port: health}
+    periodSeconds: 5
+    timeoutSeconds: 3
+    failureThreshold: 2
+  # Answered by a thread of its own, which no load delays.
+  livenessProbe:
+    httpGet: {path: /healthz, port: health}
+    periodSeconds: 10
+    timeoutSeconds: 5
+    failureThreshold: 3
+  {{- if not .Values.nativeSidecar }}
+  # Both hooks begin at once; a drain that is on is waited for, or its last requests would go undecided.
+  lifecycle:
+    preStop:
+      exec:
+        command: [/bin/sh, -c, "sleep 2; while [ -e /run/pointsman/draining ]; do sleep 0.2; done"]
+  {{- end }}
+  resources:
+    {{- toYaml .Values.sidecar.resources | nindent 4 }}
+  securityContext:
+    {{- include "pointsman.securityContext" . | nindent 4 }}
+  volumeMounts:
+    - {name: pointsman-config, mountPath: /etc/pointsman, readOnly: true}
+    - {name: pointsman-run, mountPath: /run/pointsman}
+    {{- with .Values.sidecar.extraVolumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end -}}
+
+{{/* The demo's scripted models, on the pod's loopback. */}}
+{{- define "pointsman.demo" -}}
+- name: demo-upstreams
+  image: {{ include "pointsman.image" (dict "image" .Values.image "tag" .Chart.AppVersion) }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  command: [python3, -m, extproc.demo]
+  args:
+    {{- range $id, $upstream := (include "pointsman.config" . | fromJson).upstream }}
+    - --listen={{ regexFind "127\\.0\\.0\\.1:[0-9]+" $upstream.base_url }}={{ $id }}
+    {{- end }}
+  resources:
+    requests: {cpu: 50m, memory: 64Mi}
+    limits: {cpu: 500m, memory: 128Mi}
+  securityContext:
+    {{- include "pointsman.securityContext" . | nindent 4 }}
+{{- end -}}

