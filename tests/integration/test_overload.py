@@ -41,7 +41,7 @@ CLEAR = {
     "tell me a funny joke": "chat",
     "周末去上海玩有什么推荐": "chat",
 }
-NOWHERE = "zxcvb qwrtp 0x3f 0x9a"
+NOWHERE = "is my credit card blocked"
 NO_TIME_S = -0.001
 SLOW = "Tell me, in great detail, about the history of the house. " * 20
 

@@ -85,7 +85,7 @@ def test_cache_that_cannot_be_written_serves_when_it_is_complete(default_model, 
     def no_lock(*_):
         raise AssertionError("a complete cache needs no lock")
 
-    monkeypatch.setattr(model, "_locked", no_lock)
+    monkeypatch.setattr(model, "locked", no_lock)
     assert default_model.ensure() == first
 
 
