@@ -4,7 +4,7 @@
 #   docker build -t pointsman-gateway --target gateway .
 #
 # Pin the base by digest where builds must repeat: --build-arg PYTHON_IMAGE=...@sha256:...
-ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
+ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 # --- everything that needs pip ------------------------------------------------------------------------
 # hadolint ignore=DL3006

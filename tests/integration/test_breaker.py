@@ -137,9 +137,9 @@ async def test_retry_storm_reaches_the_hung_primary_no_more_than_the_policy_allo
         await gw.fault("primary", "hang")
 
         async def impatient() -> int:
-            for _ in range(3):  # each client gives up after 0.4 s and asks again
+            for _ in range(3):  # each client gives up after 0.7 s and asks again
                 try:
-                    return (await gw.chat(timeout=0.4)).status_code
+                    return (await gw.chat(timeout=0.7)).status_code
                 except httpx.TimeoutException:
                     continue
             return 0
@@ -275,10 +275,10 @@ async def test_silence_between_chunks_ends_a_stream_and_never_as_if_complete():
 
 @scenario
 async def test_request_timeout_bounds_the_whole_exchange():
-    async with gateway(CONFIG, server_keys='request_timeout = "1s"\n') as gw:
-        gw.upstreams["primary"].chunk_gap_s = 0.5
+    async with gateway(CONFIG, server_keys='request_timeout = "1500ms"\n') as gw:
+        gw.upstreams["primary"].chunk_gap_s = 0.7
         begun = time.monotonic()
         with pytest.raises(httpx.RemoteProtocolError):
             await gw.chat(ask(stream=True))
-        assert 0.9 < time.monotonic() - begun < 2
+        assert 1.4 < time.monotonic() - begun < 3
         await gw.settled("pointsman_requests_total", 1, outcome="stream_cut")

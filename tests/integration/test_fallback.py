@@ -225,7 +225,9 @@ async def test_too_many_at_once_overflow_to_the_next_upstream():
         responses = await asyncio.gather(*(gw.chat() for _ in range(8)))
         assert all(response.status_code == 200 for response in responses)
         reasons = [response.headers.get("x-pointsman-fallback") for response in responses]
-        assert reasons.count("overflow") == 4
+        assert (
+            4 <= reasons.count("overflow") <= 6
+        )  # two in flight, and up to two that wait for them
 
 
 @pytest.mark.parametrize("mode", ["none", "model_only"])

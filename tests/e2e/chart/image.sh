@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 tools=$PWD/.cache/tools
-base=docker.io/library/python:3.11-slim-bookworm
+base=python:3.11-slim-bookworm
 mkdir -p "$tools"
 
 # Containers inside containers: no systemd, no more files and processes than the outer one grants.
@@ -40,7 +40,7 @@ build() { # TARGET TAG
 
 build sidecar localhost/pointsman:0.1.0
 # The same version of Envoy, and bash, are in both.
-podman image exists docker.io/envoyproxy/envoy:v1.40.0 ||
-  timeout 60 podman pull --quiet docker.io/envoyproxy/envoy:v1.40.0 2>/dev/null ||
-  build gateway docker.io/envoyproxy/envoy:v1.40.0
+podman image exists envoyproxy/envoy:v1.40.0 ||
+  timeout 60 podman pull --quiet envoyproxy/envoy:v1.40.0 2>/dev/null ||
+  build gateway envoyproxy/envoy:v1.40.0
 podman images --format '{{.Repository}}:{{.Tag}} {{.Size}}' | grep -E 'pointsman:|envoy:|python:'

@@ -20,7 +20,7 @@ from chart_tools import TOOLS, only
 from gateway import CHAT, HOST, ask, free_ports, scenario, until
 
 IMAGE = os.environ.get("POINTSMAN_IMAGE", "localhost/pointsman:0.1.0")
-ENVOY_IMAGE = os.environ.get("POINTSMAN_ENVOY_IMAGE", "docker.io/envoyproxy/envoy:v1.40.0")
+ENVOY_IMAGE = os.environ.get("POINTSMAN_ENVOY_IMAGE", "envoyproxy/envoy:v1.40.0")
 ENVIRON = {"CONTAINERS_CONF": str(TOOLS / "containers.conf"), **os.environ}
 """What image.sh built with is what runs it."""
 POD = "gw-pointsman"
