@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_VENV := .venv-bench
 
-.PHONY: help run test lint bench install examples observability chart image test-chart lock clean
+.PHONY: help run test lint bench install examples observability chart image chart-tools test-chart lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -50,6 +50,7 @@ bench: install $(BENCH_VENV)/.installed
 	$(BIN)/python bench/burst.py --rounds $(ROUNDS)
 	$(BIN)/python bench/overload.py
 	$(BIN)/python bench/accuracy.py
+	$(BIN)/python bench/breaker.py
 	$(BIN)/python bench/fleet.py
 	@ls -l bench/out/*.json
 
@@ -75,8 +76,10 @@ chart: install
 image:
 	tests/e2e/chart/image.sh
 
-test-chart: install
+chart-tools: install
 	$(BIN)/python tests/e2e/chart/tools.py
+
+test-chart: chart-tools
 	$(BIN)/python -m pytest tests/e2e/chart
 
 # docs/observability.md from the code that it tells of; a test compares.

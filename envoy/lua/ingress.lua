@@ -67,4 +67,19 @@ function envoy_on_response(handle)
   if status then headers:replace(":status", status) end
   headers:remove("x-pointsman-status")
   headers:remove("x-pointsman-fail")
+  -- A body whose framing breaks midway, Envoy's codec refuses with a plain text of its own.
+  if
+    headers:get(":status") == "400"
+    and headers:get("content-type") == "text/plain"
+    and not headers:get("x-pointsman-route")
+  then
+    local size = handle:body(true):setBytes(CONTEXT.bad_request)
+    headers = handle:headers()
+    headers:replace("content-type", "application/json")
+    headers:replace("content-length", tostring(size))
+    for name in string.gmatch("route,upstream,model,attempts", "[^,]+") do
+      headers:replace("x-pointsman-" .. name, "none")
+    end
+    headers:replace("x-pointsman-reason", "local")
+  end
 end

@@ -292,6 +292,7 @@ def _script(config: Config) -> str:
             "model_paths": ",".join(wire_names.MODEL_PATHS),
             "invalid": error_body(INVALID_JSON).decode(),
             "duplicate": error_body(DUPLICATE_MODEL).decode(),
+            "bad_request": error_body(BAD_REQUEST).decode(),
         },
         json=True,
     )

@@ -121,7 +121,7 @@ async def test_difference_is_0_after_bursts_faults_leavers_and_kills() -> None:
 def worker_pids(running: Gateway) -> list[int]:
     assert running.sidecar is not None
     children = subprocess.run(
-        ["ps", "--no-headers", "-o", "pid,args", "--ppid", str(running.sidecar.pid)],
+        ["ps", "-ww", "--no-headers", "-o", "pid,args", "--ppid", str(running.sidecar.pid)],
         capture_output=True,
         text=True,
         check=True,

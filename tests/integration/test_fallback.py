@@ -2,10 +2,11 @@
 
 import asyncio
 import json
+import time
 
 import httpx
 import pytest
-from gateway import CHAT, ask, gateway, scenario
+from gateway import CHAT, ask, gateway, scenario, until
 
 pytestmark = pytest.mark.envoy
 
@@ -255,3 +256,27 @@ max_retries = 0
                 assert response.headers[f"x-pointsman-{name}"]
         assert response.headers["x-pointsman-fallback"] == "circuit_open"
         await gw.settled("pointsman_requests_total", 4, outcome="failed")
+
+
+@scenario
+async def test_client_that_leaves_a_stream_cancels_the_upstream():
+    async with gateway() as gw:
+        gw.upstreams["primary"].chunk_gap_s = 0.5
+        async with gw.client.stream("POST", CHAT, json=ask(stream=True)) as response:
+            async for _ in response.aiter_raw():
+                break
+        left_at_s = time.monotonic()
+        (seen,) = await until(lambda: [s for s in gw.upstreams["primary"].seen if s.cancelled])
+        assert seen.ended_at_s - left_at_s < 0.4  # before the next chunk could have told
+        await gw.settled("pointsman_requests_total", 1, outcome="client_gone")
+
+
+@scenario
+async def test_retry_budget_caps_what_a_failing_upstream_is_asked_again():
+    async with gateway("[circuit_breaker]\nfailure_threshold = 1000\n") as gw:
+        await gw.fault("primary", "5xx")
+        responses = await asyncio.gather(*(gw.chat() for _ in range(60)))
+        assert all(response.status_code == 200 for response in responses)
+        visits = len(gw.upstreams["primary"].seen)
+        # A fifth of what is in flight; without a budget every one of the 60 is asked twice.
+        assert 60 < visits < 100

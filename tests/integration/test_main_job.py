@@ -1,5 +1,6 @@
 """The way of a request through the real Envoy and a real sidecar: decided, rewritten, answered."""
 
+import asyncio
 import gzip
 import json
 from pathlib import Path
@@ -334,3 +335,24 @@ socket = "{gw.socket_path}"
         response = await gw.chat(prompt, path="/api/v1/generate")
         assert response.headers["x-pointsman-upstream"] == "rule"
         assert response.json()["choices"][0]["text"].startswith("The service is busy")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"BLAH\r\n\r\n",
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nZZ\r\n",
+    ],
+    ids=["no host", "no request line", "torn chunk"],
+)
+@scenario
+async def test_broken_http_is_told_in_openai_shape_too(sent):
+    async with gateway() as gw:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gw.listen)
+        writer.write(sent)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+        assert head.startswith(b"HTTP/1.1 400")
+        assert json.loads(body)["error"]["code"] == "bad_request"
+        assert b"x-pointsman-reason: local" in head

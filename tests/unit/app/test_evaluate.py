@@ -56,5 +56,5 @@ def test_thresholds_go_into_a_copy_with_the_rest_as_it_was(tmp_path):
 def test_file_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path):
     order = Order(tmp_path, tmp_path)
     with pytest.raises(EvalError, match="cannot be written"):
-        write_thresholds(order, tmp_path / ("y" * 250), CONFIG.encode(), FOUND)
+        write_thresholds(order, tmp_path / ("y" * 255), CONFIG.encode(), FOUND)
     assert list(tmp_path.iterdir()) == []

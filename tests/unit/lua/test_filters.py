@@ -19,6 +19,7 @@ SIDECAR_IS_DEAD = {
     "model_name": "default-model",
     "invalid": '{"error":{"code":"invalid_json"}}',
     "duplicate": '{"error":{"code":"duplicate_model"}}',
+    "bad_request": '{"error":{"code":"bad_request"}}',
     "model_paths": ",".join(wire_names.MODEL_PATHS),
 }
 TIER = {
