@@ -21,7 +21,7 @@ from envoy_data_plane.envoy.config.core.v3 import (
     TrafficDirection,
     TypedExtensionConfig,
 )
-from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
+from envoy_data_plane.envoy.config.listener.v3 import Listener
 from envoy_data_plane.envoy.config.route.v3 import (
     DirectResponseAction,
     Route,
@@ -156,16 +156,7 @@ def listener(config: Config) -> Listener:
         traffic_direction=TrafficDirection.INBOUND,
         address=parts.socket_address(listen.host, listen.port),
         per_connection_buffer_limit_bytes=1024 * 1024,
-        filter_chains=[
-            FilterChain(
-                filters=[
-                    Filter(
-                        name="envoy.filters.network.http_connection_manager",
-                        typed_config=parts.pack(hcm),
-                    )
-                ]
-            )
-        ],
+        filter_chains=parts.serving(hcm),
     )
 
 

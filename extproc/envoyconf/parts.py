@@ -48,6 +48,7 @@ from envoy_data_plane.envoy.config.endpoint.v3 import (
     LbEndpoint,
     LocalityLbEndpoints,
 )
+from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain
 from envoy_data_plane.envoy.extensions.access_loggers.grpc.v3 import (
     CommonGrpcAccessLogConfig,
     HttpGrpcAccessLogConfig,
@@ -298,5 +299,7 @@ def access_log(
     )
 
 
-def connection_manager(hcm: HttpConnectionManager) -> Any:
-    return pack(hcm)
+def serving(hcm: HttpConnectionManager) -> list[FilterChain]:
+    """What a listener that speaks HTTP does with every connection."""
+    name = "envoy.filters.network.http_connection_manager"
+    return [FilterChain(filters=[Filter(name=name, typed_config=pack(hcm))])]

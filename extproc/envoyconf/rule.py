@@ -9,8 +9,6 @@ import msgspec
 from envoy_data_plane.envoy.config.cluster.v3 import Cluster
 from envoy_data_plane.envoy.config.core.v3 import SubstitutionFormatString
 from envoy_data_plane.envoy.config.listener.v3 import (
-    Filter,
-    FilterChain,
     Listener,
     ListenerInternalListenerConfig,
 )
@@ -102,16 +100,7 @@ def listener(config: Config) -> Listener:
         internal_listener=ListenerInternalListenerConfig(),
         ignore_global_conn_limit=True,  # a request inside is no client connection more
         per_connection_buffer_limit_bytes=config.server.max_body_bytes,
-        filter_chains=[
-            FilterChain(
-                filters=[
-                    Filter(
-                        name="envoy.filters.network.http_connection_manager",
-                        typed_config=parts.pack(hcm),
-                    )
-                ]
-            )
-        ],
+        filter_chains=parts.serving(hcm),
     )
 
 
