@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,10 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import uvloop
+from rig import HOST, free_ports
 
 from extproc.supervise import find_envoy
 
-HOST = "127.0.0.1"
 BODY = json.dumps(
     {"model": "primary", "messages": [{"role": "user", "content": "write a haiku about rain"}]}
 ).encode()
@@ -64,14 +63,6 @@ listen = "{host}:{metrics}"
 base_url = "http://{host}:{upstream}"
 model = "primary-model"
 """
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 @contextlib.contextmanager

@@ -445,7 +445,8 @@ def http_ready(address: Address, path: str) -> Probe:
     """A probe that asks for `path` and takes a 200 for ready."""
 
     async def probe() -> bool:
-        reader, writer = await asyncio.open_connection(address.host, address.port)
+        there = address.reachable
+        reader, writer = await asyncio.open_connection(there.host, there.port)
         try:
             request = f"GET {path} HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n"
             writer.write(request.encode())

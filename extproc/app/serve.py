@@ -25,7 +25,7 @@ from extproc.app.judge import (
     fit_fast_tier,
     open_static,
 )
-from extproc.config import RULE, Config, Route, UnknownModel, route_chain, upstream_chain
+from extproc.config import Config, Route, UnknownModel, route_chain, upstream_chain
 from extproc.core.cache import DecisionCache, routes_version
 from extproc.core.circuit import GateBank
 from extproc.core.errors import RouteReason
@@ -38,7 +38,7 @@ from extproc.core.routing import (
     Vectors,
 )
 from extproc.core.signals import SignalTable
-from extproc.core.wire_names import EXPLICIT_ROUTE
+from extproc.core.wire_names import EXPLICIT_ROUTE, RULE
 from extproc.embedding.cores import default_workers
 from extproc.embedding.model import default_cache_dir, ensure_model
 from extproc.embedding.pool import NotEmbedded as PoolNotEmbedded

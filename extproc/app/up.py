@@ -17,7 +17,7 @@ from extproc.config import Address, Config, load
 from extproc.demo import demo_argv
 from extproc.embedding.model import default_cache_dir, ensure_model
 from extproc.envoyconf import render
-from extproc.supervise import Child, OnExit, Supervisor, busy_listener, find_envoy
+from extproc.supervise import Child, OnExit, Supervisor, busy_listener, find_envoy, http_ready
 
 DRAIN_S: Final = 5.0
 """Envoy refuses new connections and lets requests in flight finish for at most this long."""
@@ -84,7 +84,7 @@ def _sidecar(path: Path, config: Config) -> Child:
             *(sys.executable, "-m", "extproc.cli", "serve"),
             *("--config", str(path), "--socket", config.extproc_socket),
         ),
-        ready=lambda: _answers(f"{config.metrics.url}/readyz"),
+        ready=http_ready(config.metrics, "/readyz"),
         ready_within_s=120.0,  # a slow machine still warms the model
         stop_grace_s=15.0,
     )
@@ -103,7 +103,7 @@ def _envoy(envoy: Path, bootstrap: Path, config: Config) -> Child:
             "--use-dynamic-base-id",
         ),
         # The whole path: Envoy asks the sidecar, and the sidecar answers.
-        ready=lambda: _answers(f"{config.server.listen.url}/v1/models"),
+        ready=http_ready(config.server.listen, "/v1/models"),
         stop_grace_s=5.0,
     )
 
@@ -113,17 +113,9 @@ def _demo_upstreams(config: Config) -> Child:
     return Child(
         name="upstreams",
         argv=demo_argv(config.upstreams.values()),
-        ready=lambda: _answers(f"http://{Address(first.host, first.port)}/health"),
+        ready=http_ready(Address(first.host, first.port), "/health"),
         on_exit=OnExit.RESTART,
     )
-
-
-async def _answers(url: str) -> bool:
-    try:
-        async with aiohttp.ClientSession() as session, session.get(url) as response:
-            return response.status == 200
-    except aiohttp.ClientError as error:
-        raise OSError(str(error)) from error
 
 
 async def _drain(config: Config) -> None:

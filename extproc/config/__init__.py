@@ -4,9 +4,7 @@ from extproc.config.load import ConfigError, Fault, load, parse
 from extproc.config.model import (
     ACCESS_OFF,
     ACCESS_STDOUT,
-    EXPLICIT,
     RETRY_AFTER_CAP_S,
-    RULE,
     Address,
     Chain,
     Config,
@@ -30,9 +28,7 @@ from extproc.config.model import (
 __all__ = [
     "ACCESS_OFF",
     "ACCESS_STDOUT",
-    "EXPLICIT",
     "RETRY_AFTER_CAP_S",
-    "RULE",
     "Address",
     "Chain",
     "Config",

@@ -16,8 +16,6 @@ from extproc.config import values as v
 from extproc.config.faults import ConfigError, Fault, quoted
 from extproc.config.locate import Lines, locate
 from extproc.config.model import (
-    EXPLICIT,
-    RULE,
     Address,
     Config,
     Encoder,
@@ -37,6 +35,7 @@ from extproc.config.model import (
 from extproc.config.table import Document, Known, Table, dotted
 from extproc.core.circuit import CircuitPolicy
 from extproc.core.errors import Content, FallbackReason
+from extproc.core.wire_names import EXPLICIT_ROUTE, RULE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -277,7 +276,7 @@ def _routes(root: Table, upstreams: Mapping[str, Upstream]) -> tuple[Route, ...]
     contents: dict[str, str] = {}
 
     def read(table: Table) -> Route:
-        name = v.unclaimed(v.name(EXPLICIT, RULE), names, "the name of another route")
+        name = v.unclaimed(v.name(EXPLICIT_ROUTE, RULE), names, "the name of another route")
         own = table.raw("name")
         route = f"of route {quoted(own)}" if isinstance(own, str) else "of a route without a name"
         utterance = v.unclaimed(v.text, utterances, f"an utterance {route}", key=v.folded)

@@ -10,12 +10,6 @@ from urllib.parse import SplitResult, urlsplit
 from extproc.core.circuit import CircuitPolicy
 from extproc.core.errors import Content
 
-RULE = "rule"
-"""The pseudo-upstream that answers last: the value of `x-pointsman-upstream` for a rule answer."""
-
-EXPLICIT = "explicit"
-"""The `x-pointsman-route` value of a request that named its own upstream; no route may take it."""
-
 AUTO_ALIASES = ("auto",)
 DEFAULT_SOCKET = "/run/pointsman/extproc.sock"
 
@@ -31,10 +25,15 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
-    def url(self) -> str:
+    def reachable(self) -> Address:
         """Where this machine reaches the listener; a wildcard is reached on loopback."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104
-        return f"http://{Address(host, self.port)}"
+        return Address(host, self.port)
+
+    @property
+    def url(self) -> str:
+        """The same as a URL without a path."""
+        return f"http://{self.reachable}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,3 @@ EXPLICIT_ROUTE: Final = "explicit"
 MODEL_PATHS: Final = ("/completions", "/embeddings", "/responses", "/messages", "/generate")
 """Paths whose body is a JSON object with a `model`; on others one that is there is rewritten, and
 none is added."""
-
-COMPLETIONS_SUFFIX: Final = "/completions"
-"""Paths that end so answer with `choices`; tier.lua checks the same suffix."""

@@ -30,7 +30,7 @@ from envoy_data_plane.envoy.extensions.retry.priority.previous_priorities.v3 imp
 )
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 
-from extproc.config import RULE, Chain, Config
+from extproc.config import Chain, Config
 from extproc.core import wire_names
 from extproc.envoyconf import lua, parts, tier
 
@@ -43,7 +43,7 @@ def cluster(chain: Chain, config: Config) -> Cluster:
     names = [config.upstreams[upstream].name for upstream in chain.upstreams]
     members = [tier.member_name(config.upstreams[upstream]) for upstream in chain.upstreams]
     if chain.rule:
-        names.append(RULE)
+        names.append(wire_names.RULE)
         members.append(rule_member_name())
     name = cluster_name(chain)
     who = HeaderMutation(
@@ -82,7 +82,7 @@ def cluster(chain: Chain, config: Config) -> Cluster:
 
 
 def rule_member_name() -> str:
-    return f"tier.@{RULE}"  # no upstream id can hold an @
+    return f"tier.@{wire_names.RULE}"  # no upstream id can hold an @
 
 
 def route(chain: Chain, config: Config, *, is_default: bool = False) -> Route:

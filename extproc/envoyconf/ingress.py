@@ -16,7 +16,6 @@ from envoy_data_plane.envoy.config.common.mutation_rules.v3 import (
 from envoy_data_plane.envoy.config.core.v3 import (
     GrpcService,
     GrpcServiceEnvoyGrpc,
-    Http2ProtocolOptions,
     RuntimeFeatureFlag,
     TrafficDirection,
     TypedExtensionConfig,
@@ -53,10 +52,6 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 )
 from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation.v3 import (
     HeaderMutation as EarlyHeaderMutation,
-)
-from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
-    HttpProtocolOptions,
-    HttpProtocolOptionsExplicitHttpConfig,
 )
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 from envoy_data_plane.google.protobuf import Struct
@@ -168,15 +163,7 @@ def sidecar_cluster(config: Config) -> Cluster:
         connect_timeout=timedelta(milliseconds=250),
         # One stream per request in flight; overflow would mean requests passing the sidecar by.
         circuit_breakers=parts.concurrency(parts.UNLIMITED),
-        typed_extension_protocol_options={
-            parts.HTTP_OPTIONS: parts.pack(
-                HttpProtocolOptions(
-                    explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(
-                        http2_protocol_options=Http2ProtocolOptions()
-                    )
-                )
-            )
-        },
+        typed_extension_protocol_options={parts.HTTP_OPTIONS: parts.http2_options()},
         load_assignment=parts.load_assignment(
             parts.EXTPROC_CLUSTER, parts.pipe_address(config.extproc_socket)
         ),

@@ -36,6 +36,7 @@ from envoy_data_plane.envoy.config.core.v3 import (
     HeaderValueOption,
     HeaderValueOptionHeaderAppendAction,
     Http1ProtocolOptions,
+    Http2ProtocolOptions,
     Metadata,
     Pipe,
     RuntimeUInt32,
@@ -245,6 +246,17 @@ def http1_options(filters: Sequence[HttpFilter] = ()) -> Any:
                 http_protocol_options=Http1ProtocolOptions()
             ),
             http_filters=list(filters),
+        )
+    )
+
+
+def http2_options() -> Any:
+    """What a gRPC server is spoken to with."""
+    return pack(
+        HttpProtocolOptions(
+            explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(
+                http2_protocol_options=Http2ProtocolOptions()
+            )
         )
     )
 

@@ -27,7 +27,7 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 )
 from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
 
-from extproc.config import RULE, Config
+from extproc.config import Config
 from extproc.core import wire_names
 from extproc.core.errors import NO_UPSTREAM
 from extproc.envoyconf import parts
@@ -46,7 +46,7 @@ def member(config: Config) -> Cluster:
     return parts.internal_cluster(
         rule_member_name(),
         rule_member_name(),
-        metadata={"name": RULE},
+        metadata={"name": wire_names.RULE},
         buffer_bytes=config.server.max_body_bytes,
     )
 
@@ -65,7 +65,7 @@ def listener(config: Config) -> Listener:
                     name=rule_member_name(),
                     domains=["*"],
                     response_headers_to_add=[
-                        parts.header(wire_names.UPSTREAM, RULE),
+                        parts.header(wire_names.UPSTREAM, wire_names.RULE),
                         parts.header(wire_names.MODEL, MODEL),
                     ],
                     routes=[

@@ -11,7 +11,6 @@ from envoy_data_plane.envoy.config.cluster.v3 import Cluster, ClusterDiscoveryTy
 from envoy_data_plane.envoy.config.core.v3 import (
     GrpcService,
     GrpcServiceEnvoyGrpc,
-    Http2ProtocolOptions,
     TypedExtensionConfig,
 )
 from envoy_data_plane.envoy.config.trace.v3 import OpenTelemetryConfig, TracingHttp
@@ -23,10 +22,6 @@ from envoy_data_plane.envoy.extensions.request_id.uuid.v3 import UuidRequestIdCo
 from envoy_data_plane.envoy.extensions.tracers.opentelemetry.samplers.v3 import (
     ParentBasedSamplerConfig,
     TraceIdRatioBasedSamplerConfig,
-)
-from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
-    HttpProtocolOptions,
-    HttpProtocolOptionsExplicitHttpConfig,
 )
 from envoy_data_plane.envoy.type.tracing.v3 import CustomTag
 from envoy_data_plane.envoy.type.v3 import FractionalPercent, FractionalPercentDenominatorType
@@ -94,15 +89,7 @@ def clusters(config: Config) -> list[Cluster]:
             type=ClusterDiscoveryType.STATIC if is_ip else ClusterDiscoveryType.STRICT_DNS,
             wait_for_warm_on_init=None if is_ip else False,
             connect_timeout=timedelta(seconds=1),
-            typed_extension_protocol_options={
-                parts.HTTP_OPTIONS: parts.pack(
-                    HttpProtocolOptions(
-                        explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(
-                            http2_protocol_options=Http2ProtocolOptions()
-                        )
-                    )
-                )
-            },
+            typed_extension_protocol_options={parts.HTTP_OPTIONS: parts.http2_options()},
             load_assignment=parts.load_assignment(
                 CLUSTER, parts.socket_address(url.hostname, url.port)
             ),
