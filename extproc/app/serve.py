@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import secrets
@@ -62,6 +63,7 @@ LEDGER_SUFFIX = ".ledger"
 DRAIN_S = 10.0
 """Streams in flight get this long; a decision takes milliseconds, so they are few."""
 _BEAT_S = 0.5
+_GC_THRESHOLD = 10_000
 _RECORD_DELAY_S = 2.0
 """How much later than an attempt's limit its record may come before its trial counts as lost."""
 
@@ -153,6 +155,7 @@ async def running_sidecar(
                 ),
                 max_body_bytes=config.server.max_body_bytes,
             )
+            _spare_the_collector()
             await server.start()
             reconciler.start()
             health.ready = True
@@ -327,6 +330,13 @@ async def _supply(config: Config, embedding: Embedding, judge: Judge) -> None:
             await _lend(judge, encoder, config, embedding)
     except Exception:  # noqa: BLE001  the task's boundary: without it, overload is only worse-informed
         _log.exception("no static encoder")
+
+
+def _spare_the_collector() -> None:
+    """What start-up made lives as long as we do; each walk over it held up the loop for 20 ms."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD)
 
 
 async def _cancel(task: asyncio.Task[Any]) -> None:

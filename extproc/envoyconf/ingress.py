@@ -238,6 +238,7 @@ def _gunzip() -> Decompressor:
 
 
 def _ext_proc(config: Config) -> ExternalProcessor:
+    named = {name for route in config.routes for name, _ in route.headers}
     return ExternalProcessor(
         grpc_service=GrpcService(
             envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=parts.EXTPROC_CLUSTER)
@@ -252,6 +253,7 @@ def _ext_proc(config: Config) -> ExternalProcessor:
             response_body_mode=ProcessingModeBodySendMode.NONE,
             response_trailer_mode=ProcessingModeHeaderSendMode.SKIP,
         ),
+        forward_rules=parts.only_headers(wire_names.READ | named),
     )
 
 

@@ -308,6 +308,7 @@ def _first_token_watch(upstream: Upstream) -> list[HttpFilter]:
             response_body_mode=ProcessingModeBodySendMode.STREAMED,
             response_trailer_mode=ProcessingModeHeaderSendMode.SKIP,
         ),
+        forward_rules=parts.only_headers([wire_names.CONTENT_TYPE]),
         send_body_without_waiting_for_header_response=True,
         status_on_error=HttpStatus(code=StatusCode.GatewayTimeout),
     )

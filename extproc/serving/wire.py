@@ -34,7 +34,6 @@ _METHODS: Final = {
     **{number: name for name, number in base_pb2.RequestMethod.items() if number},
 }
 _MAX_TOKENS: Final = 100_000_000
-_WANTED: Final = frozenset({":method", ":path", "content-type", "content-encoding"})
 
 
 def add_servicers(server: grpc.aio.Server, *, processor: Any, access_log: Any) -> None:
@@ -50,7 +49,7 @@ def decode(message: Any, named: frozenset[str] = frozenset()) -> Event | None:
     """
     kind = message.WhichOneof("request")
     if kind == "request_headers":
-        wanted = _WANTED | named if named else _WANTED
+        wanted = wire_names.READ | named
         found = {
             header.key: header.raw_value.decode("latin-1") or header.value
             for header in message.request_headers.headers.headers
