@@ -24,6 +24,7 @@ HOST = "127.0.0.1"
 LEAD_S = 0.1
 """From here to the first arrival: the requests are built before the clock runs."""
 REASON = re.compile(rb'"reason": ?"(\w+)"')
+ROUTE_HEADER = re.compile(rb"\r\nx-pointsman-route: ([\w.-]+)", re.IGNORECASE)
 REASON_HEADER = re.compile(rb"\r\nx-pointsman-reason: (\w+)", re.IGNORECASE)
 FALLBACK_HEADER = re.compile(rb"\r\nx-pointsman-fallback: (\w+)", re.IGNORECASE)
 now = time.perf_counter
@@ -43,6 +44,8 @@ class Job:
     connections: int = 0
     seconds: float = 0.0
     timeout_s: float = 5.0
+    tell_routes: bool = False
+    """Say of each body, in the order of arrivals, where it was sent and why."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ class Result:
     per_second: float
     send_lag_ms: float
     """How late the generator itself was at worst: beyond a few ms, distrust the latencies."""
+    routes: list[tuple[str, str]]
+    """Route and reason of each body; empty strings where there was no answer."""
 
     @property
     def answered(self) -> int:
@@ -111,7 +116,7 @@ def _is_whole(answer: bytes) -> bool:
 
 
 class Load:
-    """Mutable: `_idle` connections, and what ended: `_ends`, `_latencies`, `_answers`, `_lag_s`."""
+    """Mutable: `_idle` connections, and what ended: `_ends`, `_latencies`, `_answers`, `_routes`, `_lag_s`."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -120,6 +125,7 @@ class Load:
         self._ends: Counter[str] = Counter()
         self._latencies: list[float] = []
         self._answers: list[bytes] = []
+        self._routes: list[tuple[str, str]] = []
         self._lag_s = 0.0
 
     async def run(self) -> Result:
@@ -138,7 +144,9 @@ class Load:
             if (wait_s := due - now()) > 0:
                 await asyncio.sleep(wait_s)
             tasks.append(asyncio.create_task(self._one(due, request)))
-        await asyncio.gather(*tasks)
+        answers = await asyncio.gather(*tasks)
+        if self._job.tell_routes:
+            self._routes = [_route_and_reason(answer) for answer in answers]
 
     async def _closed(self, begun: float) -> None:
         requests = itertools.cycle(self._requests)
@@ -151,7 +159,7 @@ class Load:
 
         await asyncio.gather(*(client() for _ in range(self._job.connections)))
 
-    async def _one(self, due: float, request: bytes) -> None:
+    async def _one(self, due: float, request: bytes) -> bytes:
         """Connecting is part of it, as it is for a client."""
         self._lag_s = max(self._lag_s, now() - due)
         connection: Connection | None = None
@@ -174,6 +182,7 @@ class Load:
                 self._idle.append(connection)
             else:
                 connection.close()
+        return answer
 
     def _reused(self) -> Connection | None:
         while self._idle:
@@ -208,7 +217,14 @@ class Load:
             max_ms=at(1.0),
             per_second=round(answered / elapsed_s, 1),
             send_lag_ms=round(self._lag_s * 1e3, 2),
+            routes=self._routes,
         )
+
+
+def _route_and_reason(answer: bytes) -> tuple[str, str]:
+    found = ROUTE_HEADER.search(answer), REASON_HEADER.search(answer)
+    route, reason = (each[1].decode() if each else "" for each in found)
+    return route, reason
 
 
 def _request(job: Job, body: str) -> bytes:

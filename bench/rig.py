@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -91,9 +92,16 @@ class Server:
     """A child that answers POST /route on `port`. Mutable: `_process`."""
 
     def __init__(
-        self, argv: Sequence[str], port: int, log: Path, environ: Mapping[str, str]
+        self,
+        argv: Sequence[str],
+        port: int,
+        log: Path,
+        environ: Mapping[str, str],
+        *,
+        metrics_port: int = 0,
     ) -> None:
-        self.port = port
+        """`metrics_port`: where /metrics is, for one of ours."""
+        self.port, self.metrics_port = port, metrics_port
         self._argv, self._log, self._environ = argv, log, {**os.environ, **environ}
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -121,6 +129,16 @@ class Server:
             self._process.kill()
             self._process.wait()
         self._process = None
+
+    def buckets(self, histogram: str) -> dict[float, float]:
+        """Upper edge in seconds -> how many were at most that, from the sidecar's /metrics."""
+        found: dict[float, float] = {}
+        with urllib.request.urlopen(f"http://{HOST}:{self.metrics_port}/metrics") as page:
+            for line in page.read().decode().splitlines():
+                if line.startswith(f'{histogram}_bucket{{le="'):
+                    edge, _, count = line.partition('le="')[2].partition('"} ')
+                    found[float(edge)] = float(count)
+        return found
 
     def cpu_seconds(self) -> dict[str, float]:
         """What each part of it has computed so far; the wall clock knows the neighbours, too."""
@@ -181,31 +199,60 @@ def load(job: Job) -> Result:
     return Result(**json.loads(done.stdout))
 
 
-def gateway_config(directory: Path, name: str, *, listen: int, upstream: int, router: str) -> Path:
-    """One upstream behind five routes; `router`: more keys of [router]."""
-    admin, metrics = free_ports(2)
+def gateway_config(
+    directory: Path,
+    name: str,
+    *,
+    listen: int,
+    metrics: int,
+    upstream: int,
+    router: str,
+    routes: Mapping[str, Sequence[str]] | None = None,
+) -> Path:
+    """One upstream behind all routes; `router`: more keys of [router]; `routes`: name -> utterances.
+
+    The first one is the default.
+    """
+    routes = routes or utterances()
+    (admin,) = free_ports(1)
     lines = [
         f'[server]\nlisten = "{HOST}:{listen}"',
         f'[admin]\nlisten = "{HOST}:{admin}"',
         f'[metrics]\nlisten = "{HOST}:{metrics}"',
         f'[upstream.primary]\nbase_url = "http://{HOST}:{upstream}"\nmodel = "primary-model"',
-        f'[router]\ndefault = "{ROUTES[0]}"\n{router}',
+        f'[router]\ndefault = "{next(iter(routes))}"\n{router}',
     ]
-    for route, texts in utterances().items():
+    for route, texts in routes.items():
         lines.append(f'[[route]]\nname = "{route}"\nupstreams = ["primary"]')
-        lines.append(f"utterances = {json.dumps(texts)}")
+        if texts:
+            lines.append(f"utterances = {json.dumps(texts)}")
     path = directory / f"{name}.toml"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 
-def gateway(directory: Path, name: str, *, upstream: int, router: str = "") -> Server:
+def gateway(
+    directory: Path,
+    name: str,
+    *,
+    upstream: int,
+    router: str = "",
+    routes: Mapping[str, Sequence[str]] | None = None,
+) -> Server:
     """Ours, as a person starts it: real Envoy, real models, which are built first where they are not yet."""
     ensure_static(default_cache_dir(os.environ), progress=say)
-    (listen,) = free_ports(1)
-    config = gateway_config(directory, name, listen=listen, upstream=upstream, router=router)
+    listen, metrics = free_ports(2)
+    config = gateway_config(
+        directory,
+        name,
+        listen=listen,
+        metrics=metrics,
+        upstream=upstream,
+        router=router,
+        routes=routes,
+    )
     argv = [sys.executable, "-m", "extproc.cli", "up", "--config", str(config)]
-    return Server(argv, listen, directory / f"{name}.log", {})
+    return Server(argv, listen, directory / f"{name}.log", {}, metrics_port=metrics)
 
 
 @contextlib.contextmanager
