@@ -19,6 +19,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from extproc.app.audit import as_text, compare
 from extproc.config import load
 from extproc.demo.faults import parse_fault
 from extproc.demo.upstream import ScriptedUpstream
@@ -28,6 +29,7 @@ from extproc.supervise import find_envoy
 CHAT = "/v1/chat/completions"
 HOST = "127.0.0.1"
 START_S = 60.0
+AUDIT_S = 12.0
 
 ROUTES = """
 [router]
@@ -198,6 +200,20 @@ class Gateway:
         text = (await self.client.get(f"http://{HOST}:{self.admin}/stats?filter=^{name}$")).text
         return int(text.rpartition(":")[2])
 
+    async def adds_up(self) -> None:
+        """Whatever a test did to it: what Envoy ended and what we account for differ by nothing.
+
+        A killed sidecar is started again first, since it is the next one that has to account for it.
+        """
+        if self.sidecar is None or self.envoy is None or self.envoy.poll() is not None:
+            return
+        if self.sidecar.poll() is not None:
+            await self.start_sidecar()
+        found = await compare(
+            f"http://{HOST}:{self.admin}", f"http://{HOST}:{self.metrics_port}", wait_s=AUDIT_S
+        )
+        assert found.adds_up, as_text(found)
+
     async def aclose(self) -> None:
         await self.client.aclose()
         for process in (self.envoy, self.sidecar):
@@ -240,6 +256,7 @@ async def gateway(
             await running.start_sidecar()
         await running.start_envoy()
         yield running
+        await running.adds_up()
     except BaseException:
         for log in sorted(directory.glob("*.log")):
             sys.stderr.write(f"--- {log.name}\n{log.read_text()[-4000:]}\n")
