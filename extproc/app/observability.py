@@ -100,7 +100,7 @@ The same `x-request-id` is in the response, the access log, the trace, `tail`, a
 
 ## Metrics
 
-No label takes a value from a client. With U upstreams and R routes there are at most {reasons} U² + {route_reasons} R + U (2 R + 60) + 150 series, the model's and the process's own left out.
+No label takes a value from a client. With U upstreams and R routes there are at most {reasons} U² + {route_reasons} R + U (2 R + 60) + 150 series, those of the process (`process_*`) left out.
 
 {metrics}
 
@@ -115,7 +115,6 @@ What the times can tell, and what not:
 - `pointsman_token_gap_seconds` is a mean for each stream: last byte less first, by the completion tokens that the provider reported. A stall amid a fast stream hides in it, and a stream without usage is not in it: ask for `stream_options: {{"include_usage": true}}`.
 - Attempts of a client that left count no tokens, because usage comes last.
 - Tokens are what the provider says. They are read from event streams as these pass (an event over 64 KiB is not read), from completions, which are read for their schema anyway, and from other JSON answers that say they have at most 1 MiB. Nothing is held back for it. The filter for event streams, `sse_to_metadata`, is work in progress in Envoy 1.40, and Envoy says so at its start.
-- There is no cache yet, so there are no hit ratios.
 
 ## The account
 
