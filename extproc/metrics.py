@@ -225,6 +225,8 @@ class Metrics:
             self._cascade.labels(encoder)
         for route, reason in product(self._routes, _DEGRADED):
             self._decisions.labels(route, reason)
+        for upstream, usage in product(self._upstreams, ("reported", "absent")):
+            self._answers.labels(upstream, usage)
         self.account_offset(Tally())
 
     def limits(self, *, deadline_s: float, queue: int, workers: int) -> None:

@@ -244,3 +244,4 @@ def test_what_alerts_ask_for_is_there_before_it_happens() -> None:
     assert value(metrics, "pointsman_worker_restarts_total", cause="died") == 0
     assert value(metrics, "pointsman_queue_skipped_total", cause="died") == 0
     assert value(metrics, "pointsman_circuit_transitions_total", upstream="vllm-a", to="open") == 0
+    assert value(metrics, "pointsman_answers_total", upstream="vllm-a", usage="absent") == 0
