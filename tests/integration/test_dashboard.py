@@ -22,6 +22,8 @@ from extproc.observability import dashboard, rules
 
 pytestmark = pytest.mark.envoy
 
+CHART = Path(__file__).parents[2] / "helm" / "pointsman"
+
 CONFIG = """
 [circuit_breaker]
 cooldown = "2s"
@@ -89,19 +91,12 @@ async def traffic(gw: Gateway) -> None:
 
 
 @contextlib.asynccontextmanager
-async def prometheus(directory: Path, jobs: dict[str, tuple[str, int]]) -> AsyncIterator[str]:
-    """A Prometheus with our rules that reads each job's path and port twice a second."""
+async def prometheus(directory: Path, jobs: dict[str, dict]) -> AsyncIterator[str]:
+    """A Prometheus with our rules that reads each job twice a second."""
     binary = prometheus_tool("prometheus")
     (port,) = free_ports(1)
     (directory / "rules.yaml").write_text(rules.document(), encoding="utf-8")
-    scrapes = [
-        {
-            "job_name": job,
-            "metrics_path": path,
-            "static_configs": [{"targets": [f"{HOST}:{target}"]}],
-        }
-        for job, (path, target) in jobs.items()
-    ]
+    scrapes = [{"job_name": job, **scrape} for job, scrape in jobs.items()]
     config = {
         "global": {"scrape_interval": "500ms", "evaluation_interval": "500ms"},
         "rule_files": ["rules.yaml"],
@@ -138,9 +133,14 @@ async def ask_prometheus(client: httpx.AsyncClient, path: str, **params: str):
 async def test_every_panel_has_data_and_every_rule_evaluates() -> None:
     (port,) = free_ports(1)
     async with gateway(CONFIG, metrics_keys=f'envoy_listen = "{HOST}:{port}"') as gw:
+        chart = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
         jobs = {
-            "gateway": ("/metrics", gw.metrics_port),
-            "gateway-envoy": ("/stats/prometheus", port),
+            "gateway": {"static_configs": [{"targets": [f"{HOST}:{gw.metrics_port}"]}]},
+            "gateway-envoy": {
+                "metrics_path": "/stats/prometheus",
+                "static_configs": [{"targets": [f"{HOST}:{port}"]}],
+                "params": {"filter": [chart["podMonitor"]["envoyFilter"]]},  # it has all we ask for
+            },
         }
         async with (
             prometheus(gw.directory, jobs) as url,
@@ -153,14 +153,16 @@ async def test_every_panel_has_data_and_every_rule_evaluates() -> None:
             await until(scraped, within_s=20)  # what was counted before would not rise any more
             await traffic(gw)
             await asyncio.sleep(3)  # records travel, and both are scraped again
-            values = {}
+            found = {}
             for title, expr in expressions().items():
                 data = await ask_prometheus(client, "query", query=expr)
-                values[title] = [float(sample["value"][1]) for sample in data["result"]]
-            empty = [title for title, found in values.items() if all(map(math.isnan, found))]
+                found[title] = [float(sample["value"][1]) for sample in data["result"]]
+            empty = [title for title, values in found.items() if all(map(math.isnan, values))]
             assert empty == []
             missing = {
-                title: found for title, found in values.items() if title.startswith("Envoy's total")
+                title: values
+                for title, values in found.items()
+                if title.startswith("Envoy's total")
             }
             assert missing == {title: [0.0] for title in missing}
             assert len(missing) == 3
