@@ -131,6 +131,7 @@ async def ask_prometheus(client: httpx.AsyncClient, path: str, **params: str):
 
 @scenario
 async def test_every_panel_has_data_and_every_rule_evaluates() -> None:
+    prometheus_tool("prometheus")  # or skip, before a gateway is started
     (port,) = free_ports(1)
     async with gateway(CONFIG, metrics_keys=f'envoy_listen = "{HOST}:{port}"') as gw:
         chart = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))

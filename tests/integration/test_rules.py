@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import yaml
 from prometheus_tools import promtool
 
-from extproc.observability import rules
+from extproc.observability import page, rules
 
 # Every series is of one pod of one gateway, read every 15 s: `0+3x40` rises by 12 a minute, for 10.
 GATEWAY = {"namespace": "llm", "job": "gw"}
@@ -310,3 +311,10 @@ def test_file_passes_promtool(tmp_path: Path) -> None:
     (tmp_path / "rules.yaml").write_text(rules.document(), encoding="utf-8")
     found = len(rules.ALERTS) + len(rules.RECORDS)
     assert f"{found} rules found" in promtool("check", "rules", tmp_path / "rules.yaml")
+
+
+def test_documented_prometheus_configuration_passes_promtool(tmp_path: Path) -> None:
+    (found,) = re.findall(r"```yaml\n(rule_files:.*?)```", page.document(), re.DOTALL)
+    (tmp_path / "rules.yaml").write_text(rules.document(), encoding="utf-8")
+    (tmp_path / "prometheus.yaml").write_text(found, encoding="utf-8")
+    promtool("check", "config", tmp_path / "prometheus.yaml")
