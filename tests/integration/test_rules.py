@@ -13,7 +13,9 @@ from prometheus_tools import promtool
 
 from extproc.observability import page, rules
 
-# Every series is of one pod of one gateway, read every 15 s: `0+3x40` rises by 12 a minute, for 10.
+# Every series is of one pod of each gateway, read every 15 s: `0+3x40` rises by 12 a minute, for 10.
+JOBS = ("gw", "other")
+"""Two gateways that fare alike: what is asked of one must not be answered by both."""
 GATEWAY = {"namespace": "llm", "job": "gw"}
 POD = {**GATEWAY, "pod": "gw-1", "instance": "10.0.0.1:9464"}
 Series = Mapping[str, str]
@@ -257,7 +259,9 @@ def check(directory: Path, alert: str, series: Series, expected: list[object]) -
             {
                 "interval": "15s",
                 "input_series": [
-                    {"series": labelled(name), "values": values} for name, values in series.items()
+                    {"series": labelled(name, job), "values": values}
+                    for name, values in series.items()
+                    for job in JOBS
                 ],
                 "alert_rule_test": [
                     {"eval_time": EVALUATED, "alertname": alert, "exp_alerts": expected}
@@ -269,9 +273,9 @@ def check(directory: Path, alert: str, series: Series, expected: list[object]) -
     promtool("test", "rules", directory / "test.yaml")
 
 
-def labelled(series: str) -> str:
+def labelled(series: str, job: str) -> str:
     name, _, labels = series.replace("'", '"').removesuffix("}").partition("{")
-    every = [f'{label}="{value}"' for label, value in POD.items()]
+    every = [f'{label}="{value}"' for label, value in {**POD, "job": job}.items()]
     return f"{name}{{{','.join([*every, *filter(None, [labels])])}}}"
 
 
@@ -291,15 +295,19 @@ QUIET = [(alert, series) for alert in rules.ALERTS for series in CASES[alert.nam
 @pytest.mark.parametrize(("alert", "series"), FIRING, ids=lambda each: getattr(each, "name", ""))
 def test_fires_and_names_the_values(alert: rules.Alert, series: Series, tmp_path: Path) -> None:
     case = CASES[alert.name]
-    expected = {
-        "exp_labels": {"severity": alert.severity.value, **case.labels},
-        "exp_annotations": {
-            "summary": told(alert.summary, case.labels, case.value),
-            "description": told(alert.description, case.labels, case.value),
-            "runbook_url": f"docs/runbooks/{alert.name}.md",
-        },
-    }
-    check(tmp_path, alert.name, series, [expected])
+    of_each = [{**case.labels, "job": job} for job in JOBS] if case.labels else [{}]
+    expected = [
+        {
+            "exp_labels": {"severity": alert.severity.value, **labels},
+            "exp_annotations": {
+                "summary": told(alert.summary, labels, case.value),
+                "description": told(alert.description, labels, case.value),
+                "runbook_url": f"docs/runbooks/{alert.name}.md",
+            },
+        }
+        for labels in of_each
+    ]
+    check(tmp_path, alert.name, series, expected)
 
 
 @pytest.mark.parametrize(("alert", "series"), QUIET, ids=lambda each: getattr(each, "name", ""))
