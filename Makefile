@@ -16,6 +16,7 @@ help:
 	@echo "make install  only the set-up (.venv)"
 	@echo "make examples envoy/examples from what pointsman render gives now"
 	@echo "make chart    the chart's generated files, from what docs/configuration.md says now"
+	@echo "make observability  docs/observability.md, alerts and dashboard, from the code"
 	@echo "make image    the container image, and Envoy's, for the chart's tests (podman)"
 	@echo "make test-chart  the chart's tests, with the tools they need"
 
@@ -27,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@$(BIN)/python -c 'import sys; sys.exit("Pointsman needs Python 3.11 or newer; set PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	@echo "installing dependencies into $(VENV) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
-	@$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[envoy,otel,test,lint]'
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[dashboard,envoy,otel,test,lint]'
 	@touch $@
 
 run: install
@@ -83,9 +84,9 @@ chart-tools: install
 test-chart: chart-tools
 	$(BIN)/python -m pytest tests/e2e/chart
 
-# docs/observability.md from the code that it tells of; a test compares.
+# docs/observability.md, the alerts and their index, the dashboard, from the code; a test compares.
 observability: install
-	$(BIN)/python -m extproc.app.observability > docs/observability.md
+	$(BIN)/python -m extproc.observability
 
 # New pins from pyproject.toml's ranges, for every supported Python.
 lock: install

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from enum import StrEnum
+from itertools import product
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -14,7 +15,7 @@ from extproc.core.errors import Outcome, RouteReason
 from extproc.core.ledger import Found, Tally, UnseenCause
 
 _DECISION_BUCKETS: Final = (
-    0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0,
+    0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0,
 )  # fmt: skip
 _GAP_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 _HEADERS_BUCKETS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 8, 15, 30, 60)
@@ -95,6 +96,11 @@ class Metrics:
             buckets=_DECISION_BUCKETS,
             registry=registry,
         )
+        self._deadline = Gauge(
+            "pointsman_decision_deadline_seconds",
+            "The limit on a decision, [router] deadline; past it the default route is taken.",
+            registry=registry,
+        )
         self._rejections = Counter(
             "pointsman_rejections",
             "Requests that the sidecar refused, by error code.",
@@ -154,6 +160,11 @@ class Metrics:
         self._queue_depth = Gauge(
             "pointsman_queue_depth", "Prompts waiting for a worker.", registry=registry
         )
+        self._queue_limit = Gauge(
+            "pointsman_queue_limit",
+            "The most prompts that may wait for a worker, [router] queue.",
+            registry=registry,
+        )
         self._skipped = Counter(
             "pointsman_queue_skipped",
             "Prompts never embedded because their time was up or their caller had gone.",
@@ -175,6 +186,11 @@ class Metrics:
         self._static_ready = Gauge(
             "pointsman_static_encoder_ready",
             "1 once the static encoder can stand in for the embedding model.",
+            registry=registry,
+        )
+        self._workers = Gauge(
+            "pointsman_workers",
+            "Worker processes that the sidecar keeps; 0 where no route has utterances.",
             registry=registry,
         )
         self._worker_restarts = Counter(
@@ -207,7 +223,24 @@ class Metrics:
             self._cache_lookups.labels(result)
         for encoder in ("static", "full"):
             self._cascade.labels(encoder)
+        for route, reason in product(self._routes, _DEGRADED):
+            self._decisions.labels(route, reason)
+        for upstream, usage in product(self._upstreams, ("reported", "absent")):
+            self._answers.labels(upstream, usage)
         self.account_offset(Tally())
+
+    def limits(self, *, deadline_s: float, queue: int, workers: int) -> None:
+        """What the configuration allows, so that no alert or panel has to repeat it."""
+        self._deadline.set(deadline_s)
+        self._queue_limit.set(queue)
+        self._workers.set(workers)
+
+    def may_happen(self, *, restarts: Iterable[StrEnum], skips: Iterable[StrEnum]) -> None:
+        """Show each cause at 0: Prometheus cannot see the rise of what begins with its first event."""
+        for cause in restarts:
+            self._worker_restarts.labels(cause.value)
+        for cause in skips:
+            self._skipped.labels(cause.value)
 
     def request_ended(self, outcome: Outcome, hops: Iterable[Hop]) -> None:
         self._requests.labels(outcome.value).inc()
@@ -266,6 +299,8 @@ class Metrics:
 
     def watch_circuit(self, upstream_name: str, state: Callable[[], State]) -> None:
         """`state` is read at each scrape, so that an elapsed cooldown shows without traffic."""
+        for to in State:
+            self._circuit_transitions.labels(upstream_name, to.value)
         gauge = self._circuit_state.labels(upstream_name)
         gauge.set_function(lambda: _STATE_VALUES[state()])
 
@@ -297,3 +332,4 @@ class Metrics:
 
 _STATE_VALUES: Final = {State.CLOSED: 0.0, State.HALF_OPEN: 1.0, State.OPEN: 2.0}
 _REASONS: Final = frozenset(reason.value for reason in RouteReason)
+_DEGRADED: Final = frozenset(each for each in _REASONS if each.startswith("degraded_"))

@@ -97,11 +97,13 @@ class Gateway:
         self.sidecar: subprocess.Popen | None = None
         self.envoy: subprocess.Popen | None = None
 
-    def write_config(self, body: str, upstream_keys: dict[str, str], *, tables: str) -> None:
+    def write_config(
+        self, body: str, upstream_keys: dict[str, str], *, tables: str, metrics_keys: str = ""
+    ) -> None:
         parts = [
             f'[server]\nlisten = "{HOST}:{self.listen}"\n{tables}',
             f'[admin]\nlisten = "{HOST}:{self.admin}"\n',
-            f'[metrics]\nlisten = "{HOST}:{self.metrics_port}"\n',
+            f'[metrics]\nlisten = "{HOST}:{self.metrics_port}"\n{metrics_keys}',
             f'[extproc]\nsocket = "{self.socket_path}"\n',
         ]
         for each, upstream in self.upstreams.items():
@@ -236,6 +238,7 @@ async def gateway(
     *,
     upstream_keys: dict[str, str] | None = None,
     server_keys: str = "",
+    metrics_keys: str = "",
     names: tuple[str, ...] = ("primary", "fallback"),
     base_paths: dict[str, str] | None = None,
     sidecar: bool = True,
@@ -250,7 +253,7 @@ async def gateway(
         await upstream.start()
     running = Gateway(directory, upstreams)
     running.base_paths = base_paths or {}
-    running.write_config(config, keys, tables=server_keys)
+    running.write_config(config, keys, tables=server_keys, metrics_keys=metrics_keys)
     try:
         if sidecar:
             await running.start_sidecar()

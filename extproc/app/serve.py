@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from prometheus_client import CollectorRegistry, disable_created_metrics
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 
 from extproc.app.judge import (
     EmbedFully,
@@ -43,7 +43,7 @@ from extproc.core.wire_names import EXPLICIT_ROUTE, RULE
 from extproc.embedding.cores import default_workers
 from extproc.embedding.model import default_cache_dir, ensure_model
 from extproc.embedding.pool import NotEmbedded as PoolNotEmbedded
-from extproc.embedding.pool import Pool, PoolEvents
+from extproc.embedding.pool import Pool, PoolEvents, RestartCause, SkipCause
 from extproc.metrics import Metrics
 from extproc.serving.accounts import AccessLog
 from extproc.serving.admin import AdminServer, Health
@@ -92,6 +92,7 @@ async def running_sidecar(
     """Everything that `serve` runs, up and warm inside the block, drained behind it."""
     disable_created_metrics()  # type: ignore[no-untyped-call]  # half the lines of a scrape, and nobody's question
     registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
     names = {each.id: each.name for each in config.upstreams.values()}
     metrics = Metrics(
         registry,
@@ -99,6 +100,12 @@ async def running_sidecar(
         routes=[EXPLICIT_ROUTE, *(route.name for route in config.routes)],
         upstream_names=[*names.values(), RULE],
     )
+    metrics.limits(
+        deadline_s=config.router.deadline_s,
+        queue=config.router.queue,
+        workers=_workers(config) if _scored_rules(config) else 0,
+    )
+    metrics.may_happen(restarts=RestartCause, skips=SkipCause)
     health = Health()
     feed = Feed()
     admin = AdminServer(
@@ -252,7 +259,7 @@ async def running_embedding(
     files = ensure_model(
         config.router.encoder.path, cache_dir=default_cache_dir(os.environ), progress=progress
     )
-    workers = config.router.workers or default_workers()
+    workers = _workers(config)
     pool = Pool(files, workers=workers, queue=config.router.queue, events=events)
     await pool.start()
     try:
@@ -274,6 +281,10 @@ async def running_embedding(
         yield Embedding(embed, utterances, each, files.digest)
     finally:
         await pool.aclose()
+
+
+def _workers(config: Config) -> int:
+    return config.router.workers or default_workers()
 
 
 async def _no_model(_text: str, _deadline: float) -> Embedded | NotEmbedded:

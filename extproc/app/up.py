@@ -69,6 +69,8 @@ def _listeners(config: Config, *, demo: bool) -> dict[str, Address]:
         "[admin] listen": config.admin,
         "[metrics] listen": config.metrics,
     }
+    if config.envoy_metrics is not None:
+        listeners["[metrics] envoy_listen"] = config.envoy_metrics
     if config.health is not None:
         listeners["[health] listen"] = config.health
     if demo:

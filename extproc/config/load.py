@@ -155,6 +155,7 @@ def _config(root: Table, environ: Mapping[str, str] | None) -> Config:
         server=read_server,
         admin=admin.get("listen", v.address, _DEFAULT.admin),
         metrics=metrics.get("listen", v.address, _DEFAULT.metrics),
+        envoy_metrics=metrics.get("envoy_listen", v.address, _DEFAULT.envoy_metrics),
         health=health.get("listen", v.address, _DEFAULT.health),
         extproc_socket=root.child("extproc").get("socket", v.socket_path, _DEFAULT.extproc_socket),
         circuit=_circuit(root.child("circuit_breaker")),
@@ -163,8 +164,19 @@ def _config(root: Table, environ: Mapping[str, str] | None) -> Config:
         log=_log(root.child("log")),
         tracing=_tracing(root.child("tracing")),
     )
-    listeners = {server: read_server.listen, admin: config.admin, metrics: config.metrics}
-    _refuse_clashes(listeners | ({health: config.health} if config.health else {}))
+    _refuse_clashes(
+        {
+            (table, key): address
+            for table, key, address in (
+                (server, "listen", read_server.listen),
+                (admin, "listen", config.admin),
+                (metrics, "listen", config.metrics),
+                (metrics, "envoy_listen", config.envoy_metrics),
+                (health, "listen", config.health),
+            )
+            if address is not None
+        }
+    )
     return config
 
 
@@ -179,20 +191,22 @@ def _server(table: Table) -> Server:
     )
 
 
-def _refuse_clashes(listeners: Mapping[Table, Address]) -> None:
+def _refuse_clashes(listeners: Mapping[tuple[Table, str], Address]) -> None:
+    def line(listener: tuple[tuple[Table, str], Address]) -> tuple[bool, int]:
+        table, key = listener[0]
+        return table.given(key), table.line(key)
+
     for pair in combinations(listeners.items(), 2):
         # To blame is the later line; never a default, which has none.
-        (table, address), (other, taken) = sorted(
-            pair, key=lambda item: (item[0].given("listen"), item[0].line("listen")), reverse=True
-        )
+        ((table, key), address), ((other, its_key), taken) = sorted(pair, key=line, reverse=True)
         hosts = {address.host, taken.host}
         if address.port != taken.port or (len(hosts) == 2 and not hosts & {"0.0.0.0", "::"}):  # noqa: S104
             continue
-        if table.fit("listen") and other.fit("listen"):
-            by = f"{other.label} listen = {quoted(str(taken))}"
-            default = "" if other.given("listen") else ", its default"
+        if table.fit(key) and other.fit(its_key):
+            by = f"{other.label} {its_key} = {quoted(str(taken))}"
+            default = "" if other.given(its_key) else ", its default"
             problem = f"port {address.port} is taken by {by}{default}"
-            table.fault("listen", problem, "give one of them another port")
+            table.fault(key, problem, "give one of them another port")
 
 
 def _upstreams(

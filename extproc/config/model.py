@@ -232,6 +232,8 @@ class Config:
     server: Server = Server()
     admin: Address = Address("127.0.0.1", 9901)
     metrics: Address = Address("127.0.0.1", 9464)
+    envoy_metrics: Address | None = None
+    """Where Envoy serves its own /stats/prometheus, and nothing else of its admin; None: nowhere."""
     health: Address | None = None
     """Where /healthz and /readyz answer besides `metrics`, and nothing else does; None: nowhere."""
     extproc_socket: str = DEFAULT_SOCKET

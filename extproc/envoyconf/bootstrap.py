@@ -19,7 +19,7 @@ from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections.
 )
 
 from extproc.config import Config
-from extproc.envoyconf import chain, ingress, parts, rule, tier, tracing
+from extproc.envoyconf import chain, ingress, parts, rule, stats, tier, tracing
 
 MAX_CONNECTIONS: Final = 50_000
 """Client connections at once; Envoy warns at start when nothing bounds them."""
@@ -37,6 +37,8 @@ def bootstrap(config: Config) -> Bootstrap:
         clusters.append(rule.member(config))
     clusters += [chain.cluster(each, config) for each in chains]
     clusters += tracing.clusters(config)
+    listeners += stats.listeners(config)
+    clusters += stats.clusters(config)
     return Bootstrap(
         node=Node(id="pointsman", cluster="pointsman"),
         admin=Admin(address=parts.socket_address(config.admin.host, config.admin.port)),
@@ -46,6 +48,7 @@ def bootstrap(config: Config) -> Bootstrap:
                 typed_config=parts.pack(InternalListener()),
             )
         ],
+        stats_config=stats.labels(config),
         overload_manager=OverloadManager(
             resource_monitors=[
                 ResourceMonitor(

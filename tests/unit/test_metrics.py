@@ -223,3 +223,25 @@ def test_losses_and_the_offset_show_as_found() -> None:
     assert value(metrics, "pointsman_requests_unseen_total", cause="record_lost") == 2
     assert value(metrics, "pointsman_records_lost_total") == 9
     assert value(metrics, "pointsman_account_offset", of="records") == 20
+
+
+def test_limits_of_the_configuration_are_metrics() -> None:
+    metrics = make()
+    metrics.limits(deadline_s=0.15, queue=1024, workers=3)
+    assert value(metrics, "pointsman_decision_deadline_seconds") == 0.15
+    assert value(metrics, "pointsman_queue_limit") == 1024
+    assert value(metrics, "pointsman_workers") == 3
+
+
+def test_what_alerts_ask_for_is_there_before_it_happens() -> None:
+    """`increase` does not see the first event of a series that begins with it."""
+    metrics = make()
+    metrics.may_happen(restarts=Cause, skips=Cause)
+    metrics.watch_circuit("vllm-a", lambda: State.CLOSED)
+    for reason in RouteReason:
+        shown = value(metrics, "pointsman_decisions_total", route="chat", reason=reason.value)
+        assert shown == (0.0 if reason.value.startswith("degraded_") else None)
+    assert value(metrics, "pointsman_worker_restarts_total", cause="died") == 0
+    assert value(metrics, "pointsman_queue_skipped_total", cause="died") == 0
+    assert value(metrics, "pointsman_circuit_transitions_total", upstream="vllm-a", to="open") == 0
+    assert value(metrics, "pointsman_answers_total", upstream="vllm-a", usage="absent") == 0

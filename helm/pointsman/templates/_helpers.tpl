@@ -54,6 +54,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- $needed := dict "server" (dict "listen" "0.0.0.0:8080") "health" (dict "listen" "0.0.0.0:9465") -}}
 {{- if .Values.podMonitor.enabled -}}
 {{- $_ := set $needed "metrics" (dict "listen" "0.0.0.0:9464") -}}
+{{- if .Values.podMonitor.envoy -}}
+{{- $_ := set $needed.metrics "envoy_listen" "0.0.0.0:9466" -}}
+{{- end -}}
 {{- end -}}
 {{- $given := .Values.config -}}
 {{- if include "pointsman.isDemo" . -}}
@@ -87,6 +90,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- if and .Values.podMonitor.enabled (regexMatch $loopback $config.metrics.listen) -}}
 {{- fail (printf "podMonitor is enabled, and config.metrics.listen is %s, which Prometheus cannot reach: leave it out" $config.metrics.listen) -}}
+{{- end -}}
+{{- if and .Values.podMonitor.enabled .Values.podMonitor.envoy (regexMatch $loopback $config.metrics.envoy_listen) -}}
+{{- fail (printf "podMonitor.envoy is true, and config.metrics.envoy_listen is %s, which Prometheus cannot reach: leave it out" $config.metrics.envoy_listen) -}}
 {{- end -}}
 {{- if and .Values.nativeSidecar (semverCompare "<1.29.0-0" .Capabilities.KubeVersion.Version) -}}
 {{- fail (printf "nativeSidecar needs Kubernetes 1.29, and this is %s: leave it out" .Capabilities.KubeVersion.Version) -}}

@@ -113,6 +113,9 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
   {{- end }}
   ports:
     - {name: http, containerPort: {{ $http }}}
+    {{- if and .Values.podMonitor.enabled .Values.podMonitor.envoy }}
+    - {name: envoy-metrics, containerPort: {{ regexFind "[0-9]+$" $config.metrics.envoy_listen }}}
+    {{- end }}
   # The whole path: Envoy asks the sidecar, and the sidecar answers.
   readinessProbe:
     httpGet: {path: /v1/models, port: http}

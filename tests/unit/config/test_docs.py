@@ -66,6 +66,7 @@ def test_keys_without_a_literal_default_are_these():
         ("path", "none"),
         ("endpoint", "none"),
         ("listen", "none"),
+        ("envoy_listen", "none"),
         ("first_token_timeout", "none"),
         ("threshold", "none"),
         ("min_chars", "none"),

@@ -1,8 +1,7 @@
-"""docs/observability.md out of the code that it tells of: `python -m extproc.app.observability`."""
+"""docs/observability.md out of the code that it tells of; what else there is to see, it only links."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Final
@@ -15,7 +14,7 @@ from extproc.core.circuit import State
 from extproc.core.errors import FallbackReason, Outcome, RouteReason
 from extproc.core.ledger import UnseenCause
 from extproc.embedding.pool import RestartCause, SkipCause
-from extproc.envoyconf import access_log, tracing
+from extproc.envoyconf import access_log, stats, tracing
 from extproc.metrics import Metrics, RecordKind
 from extproc.serving import decided, events
 
@@ -84,12 +83,14 @@ _LABELS: Final[Sequence[tuple[str, str, Iterable[str] | str]]] = (
 _TEXT: Final = """\
 # Observability
 
-Made by `make observability` from the code; edit `extproc/app/observability.py`, not this file.
+Made by `make observability` from the code; edit `extproc/observability/page.py`, not this file.
 
 | Look at | for |
 |---|---|
 | `GET /metrics` on `[metrics] listen` | the sidecar's metrics, below |
-| `GET /stats/prometheus` on `[admin] listen` | Envoy's own |
+| `GET /stats/prometheus` on `[metrics] envoy_listen`, and on `[admin] listen` | Envoy's own |
+| [runbooks](runbooks/README.md) | what to do about an alert |
+| [rules.yaml](../helm/pointsman/files/rules.yaml), [dashboard.json](../helm/pointsman/files/dashboard.json) | alerts for Prometheus, a dashboard for Grafana |
 | `pointsman audit` | whether every request is accounted for |
 | `pointsman tail` | requests as they end |
 | `[log] access` | a JSON line for each request, by Envoy |
@@ -100,7 +101,7 @@ The same `x-request-id` is in the response, the access log, the trace, `tail`, a
 
 ## Metrics
 
-No label takes a value from a client. With U upstreams and R routes there are at most {reasons} U² + {route_reasons} R + U (2 R + 60) + 150 series, the model's and the process's own left out.
+No label takes a value from a client. With U upstreams and R routes there are at most {reasons} U² + {route_reasons} R + U (2 R + 60) + 150 series, those of the process (`process_*`) left out.
 
 {metrics}
 
@@ -115,7 +116,31 @@ What the times can tell, and what not:
 - `pointsman_token_gap_seconds` is a mean for each stream: last byte less first, by the completion tokens that the provider reported. A stall amid a fast stream hides in it, and a stream without usage is not in it: ask for `stream_options: {{"include_usage": true}}`.
 - Attempts of a client that left count no tokens, because usage comes last.
 - Tokens are what the provider says. They are read from event streams as these pass (an event over 64 KiB is not read), from completions, which are read for their schema anyway, and from other JSON answers that say they have at most 1 MiB. Nothing is held back for it. The filter for event streams, `sse_to_metadata`, is work in progress in Envoy 1.40, and Envoy says so at its start.
-- There is no cache yet, so there are no hit ratios.
+
+### Envoy's own
+
+Everything else that Envoy counts is at its `/stats/prometheus`. `[metrics] envoy_listen` opens that one path to Prometheus, from Envoy itself, so that it answers while the sidecar is down; the rest of the admin interface, which can end Envoy, stays where it is. Beside Envoy's own labels, metrics of an upstream have `{upstream_label}`, its id, and those of a chain `{chain_label}`. With 3 upstreams it is 4,200 series, 450 kB a scrape; `?filter=REGEX` asks for those whose names (as `/stats` writes them) match, and 1,100 are enough for alerts and dashboard: `podMonitor.envoyFilter` in [values.yaml](../helm/pointsman/values.yaml).
+
+## Alerts and dashboard
+
+[rules.yaml](../helm/pointsman/files/rules.yaml) is a rule file for Prometheus, [dashboard.json](../helm/pointsman/files/dashboard.json) a dashboard to import into Grafana (11.6 or newer). Both know no name of an install: they ask for metrics, by job, and the limits of the configuration are metrics too. So one copy serves all gateways that a Prometheus scrapes. The chart installs them with `metrics.rules.enabled` and `metrics.dashboard.enabled`.
+
+```yaml
+rule_files: [rules.yaml]
+scrape_configs:
+  - job_name: pointsman
+    static_configs: [{{targets: ["127.0.0.1:9464"]}}]      # [metrics] listen
+  - job_name: pointsman-envoy                            # optional
+    metrics_path: /stats/prometheus
+    params: {{filter: ['^(cluster\\.(hosts|extproc)|http\\.ingress|access_logs|server)\\.']}}
+    static_configs: [{{targets: ["127.0.0.1:9466"]}}]      # [metrics] envoy_listen
+```
+
+- Every alert has a page in [runbooks](runbooks/README.md). Its `runbook_url` holds the page's path in this repository; put your own base before it (in the chart: `metrics.rules.runbookBase`).
+- Shares are of the requests that were owed an answer: without `rejected` and `client_gone`. With fewer than 20 of those in 5 minutes they say nothing.
+- Without the scrape of Envoy two things stay unknown: `PointsmanRetryBudgetSpent`, and `PointsmanSidecarBypassed` while the sidecar is dead (then `PointsmanSidecarDown` fires, and the bypassed requests are counted once it is back). In the dashboard the panel `Envoy's total less ours` and the row `Envoy` stay empty.
+- The name of the fallback metric is `[fallback] metric_prefix`, and in the dashboard the variable `Fallback metric`. No alert uses it.
+- `PointsmanDecisionsSlow` cannot fire with a `[router] deadline` over 6 s: the longest time that is told apart is 5 s.
 
 ## The account
 
@@ -166,6 +191,8 @@ Attributes of ours, beside Envoy's usual ones; `http.url` is cut behind the host
 def document() -> str:
     """The whole of docs/observability.md."""
     return _TEXT.format(
+        upstream_label=stats.UPSTREAM_LABEL,
+        chain_label=stats.CHAIN_LABEL,
         reasons=len(FallbackReason),
         route_reasons=len(RouteReason),
         metrics=_table(("Metric", "Type", "Labels", "Says"), _metrics()),
@@ -222,7 +249,3 @@ def _fields(fields: Mapping[str, str]) -> str:
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(document())
