@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from extproc.embedding.cache import Progress, build_into, intact_digest, locked, sha256_of
+from extproc.embedding.manifest import AGAIN, MANIFEST, TOKENIZER, ManifestError, read_manifest
 
 DEFAULT_DIMENSION: Final = 512
 
@@ -44,6 +45,8 @@ class ModelFiles:
     tokenizer: Path
     dimension: int
     digest: str
+    max_tokens: int = 512
+    """That the model takes at once, marks included."""
 
 
 def default_cache_dir(environ: Mapping[str, str]) -> Path:
@@ -154,18 +157,39 @@ def _run_builder(weights: Path, tokenizer: Path, out: Path, progress: Progress) 
 
 
 def _named_model(path: Path) -> ModelFiles:
-    """An ONNX file (or a folder with model.onnx) with its sentencepiece model, sp.model, beside it."""
+    """What `pointsman export-model` wrote, or an ONNX file of one's own with its sp.model beside it."""
     onnx = path / "model.onnx" if path.is_dir() else path
-    tokenizer = onnx.with_name("sp.model")
     try:
+        if onnx.with_name(MANIFEST).exists():
+            return _exported_model(onnx)
         dimension = _inspect(onnx)
+        if onnx.with_name(TOKENIZER).exists():
+            # How many tokens it takes, and that they are pooled as they were, only the manifest says.
+            raise ModelError(f"{onnx.with_name(MANIFEST)}: missing beside {TOKENIZER}; {AGAIN}")
+        tokenizer = onnx.with_name("sp.model")
         digest = hashlib.sha256(f"{sha256_of(onnx)}{sha256_of(tokenizer)}".encode()).hexdigest()
+    except ManifestError as error:
+        raise ModelError(str(error)) from error
     except OSError as error:
         raise ModelError(
-            f"{error.filename}: {error.strerror}; mend [router.encoder] path: it wants an ONNX file "
-            "with its sp.model beside it"
+            f"{error.filename}: {error.strerror}; mend [router.encoder] path: it wants a folder that "
+            "pointsman export-model wrote, or an ONNX file with its sp.model beside it"
         ) from error
     return ModelFiles(onnx, tokenizer, dimension, digest)
+
+
+def _exported_model(onnx: Path) -> ModelFiles:
+    manifest = read_manifest(onnx.parent)
+    if onnx.name not in manifest.files:
+        raise ModelError(f"{onnx}: not the model of {MANIFEST} beside it; name the folder")
+    dimension = _inspect(onnx)
+    if dimension != manifest.dimension:
+        raise ModelError(
+            f"{onnx}: {dimension} columns, and {MANIFEST} says {manifest.dimension}; {AGAIN}"
+        )
+    return ModelFiles(
+        onnx, onnx.with_name(TOKENIZER), dimension, manifest.digest, manifest.max_tokens
+    )
 
 
 def _inspect(path: Path) -> int:

@@ -363,7 +363,7 @@ import socket, sys, threading
 from extproc.embedding import worker
 ours, theirs = socket.socketpair()
 threading.Thread(target=lambda: (ours.recv(64), ours.close())).start()
-status = worker.main([str(theirs.detach()), *sys.argv[1:], "digest"])
+status = worker.main([str(theirs.detach()), *sys.argv[1:], "digest", "512"])
 heavy = {"grpc", "envoy", "aiohttp", "prometheus_client", "asyncio", "onnx", "torch", "uvloop"}
 print(status, sorted(heavy & set(sys.modules)))
 """
