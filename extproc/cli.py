@@ -308,6 +308,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    from extproc.app.advice import on_thresholds
     from extproc.config import ConfigError, load
 
     try:
@@ -315,6 +316,8 @@ def _check(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         return _report_faults(error)
     print(f"{arguments.file}: ok, {len(config.upstreams)} upstreams, {len(config.routes)} routes")
+    if note := on_thresholds(config):
+        print(note)
     return 0
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
+from extproc.app.advice import on_thresholds
 from extproc.app.judge import (
     EmbedFully,
     Encodes,
@@ -36,6 +37,7 @@ from extproc.core.routing import (
     RouteRule,
     SemanticIndex,
     Vectors,
+    calibrated,
 )
 from extproc.core.signals import SignalTable
 from extproc.core.wire_names import EXPLICIT_ROUTE, RULE
@@ -195,7 +197,7 @@ def compile_plan(config: Config, vectors: Mapping[str, Vectors]) -> Plan:
         )
         for chain in config.chains()
     }
-    rules = [_rule(route) for route in config.routes]
+    rules = _rules(config, vectors)
     return Plan(
         directory=ModelDirectory(
             aliases=config.router.aliases,
@@ -209,6 +211,10 @@ def compile_plan(config: Config, vectors: Mapping[str, Vectors]) -> Plan:
         route_chains={route.name: chains[route_chain(route.name)] for route in config.routes},
         upstream_chains={each: chains[upstream_chain(each)] for each in config.upstreams},
     )
+
+
+def _rules(config: Config, vectors: Mapping[str, Vectors]) -> list[RouteRule]:
+    return calibrated([_rule(route) for route in config.routes], vectors)
 
 
 def _rule(route: Route) -> RouteRule:
@@ -258,6 +264,8 @@ async def running_embedding(
         each = {route.name: [next(vectors) for _ in route.utterances] for route in routes}
         # A long utterance has two vectors; both stand for it.
         utterances = {route: np.concatenate(own) for route, own in each.items()}
+        if note := on_thresholds(config):
+            progress(note)
         progress(
             f"{workers} worker(s) warm, {len(texts)} utterances of {len(routes)} routes embedded"
         )
@@ -280,12 +288,12 @@ async def _no_model(_text: str, _deadline: float) -> Embedded | NotEmbedded:
 # --- the static encoder: there from the start, or once it is built ------------------------------------
 
 
-def _scored_rules(config: Config) -> list[RouteRule]:
-    return [_rule(route) for route in config.routes if route.utterances]
+def _scored_rules(config: Config, embedding: Embedding) -> list[RouteRule]:
+    return [rule for rule in _rules(config, embedding.utterances) if rule.utterances]
 
 
 async def _open_static(config: Config) -> Encodes | None:
-    if not _scored_rules(config):
+    if not any(route.utterances for route in config.routes):
         return None
     return await asyncio.to_thread(open_static, default_cache_dir(os.environ))
 
@@ -299,7 +307,7 @@ async def _judge(
     encoder: Encodes | None,
 ) -> Judge:
     capacity = config.router.cache
-    version = routes_version(_scored_rules(config), embedding.digest)
+    version = routes_version(_scored_rules(config, embedding), embedding.digest)
     judge = Judge(
         embedding.embed,
         plan.index,
@@ -313,7 +321,7 @@ async def _judge(
 
 
 async def _lend(judge: Judge, encoder: Encodes, config: Config, embedding: Embedding) -> None:
-    rules = _scored_rules(config)
+    rules = _scored_rules(config, embedding)
     judge.use(await asyncio.to_thread(fit_fast_tier, encoder, rules, embedding.each))
 
 
