@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import pytest
@@ -85,6 +86,19 @@ def test_missing_extra_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     assert main(["export-model", "all-MiniLM-L6-v2", str(tmp_path / "out")]) == 1
     assert 'pip install "pointsman[export]"' in capsys.readouterr().err
+
+
+def test_sigterm_ends_the_command_in_a_way_that_sweeps_its_scratch(original, tmp_path):
+    def terminated(_folder):
+        signal.raise_signal(signal.SIGTERM)
+
+    original.write = terminated
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught:
+        main(["export-model", str(tmp_path / "model"), str(tmp_path / "out")])
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize(
