@@ -12,6 +12,7 @@ import tiny_model
 from tiny_model import DIMENSION, TinyOriginal
 
 from extproc.embedding import export as exporting
+from extproc.embedding import model
 from extproc.embedding.encoder import Encoder
 from extproc.embedding.export import ParityError, export
 from extproc.embedding.manifest import read_manifest
@@ -281,6 +282,33 @@ def test_onnx_file_beside_anothers_manifest_is_refused(folder):
     (folder / "model.onnx").write_bytes((folder / "other.onnx").read_bytes())
     with pytest.raises(ModelError, match=r"other\.onnx: not the model of pointsman\.json"):
         load(folder / "other.onnx")
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "expected"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512_vnni", False),
+        ("flags\t\t: fpu avx2 avx_vnni", False),
+        ("flags\t\t: fpu avx2 avx512f", True),
+        ("Features\t: fp asimd", False),
+        (None, False),
+    ],
+    ids=["server", "desktop", "old", "arm", "no file"],
+)
+def test_processor_without_exact_8_bit_products_is_known(tmp_path, cpuinfo, expected):
+    if cpuinfo is not None:
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{cpuinfo}\n")
+    assert model.saturates(tmp_path / "cpuinfo") is expected
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("old", [True, False])
+def test_8_bits_on_such_a_processor_are_told_of_at_start(tmp_path, monkeypatch, precision, old):
+    run(TinyOriginal(), tmp_path / "out", precision)
+    monkeypatch.setattr(model, "saturates", lambda: old)
+    said = []
+    ensure_model(str(tmp_path / "out"), cache_dir=tmp_path, progress=said.append)
+    assert bool(said) == (old and precision == "int8")
 
 
 def test_another_export_is_another_digest(exported, tmp_path):
