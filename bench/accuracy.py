@@ -1,9 +1,10 @@
 """How well each way to score routes picks the right one, on the same embeddings and prompts.
 
     python bench/accuracy.py [DATA] [--utterances 20] [--draws 3] [--out bench/out/accuracy.json]
+                             [--encoder FOLDER]
 
 DATA is a folder with the files that tests/data/prompts has, which is also the default. Our rule is the
-product's own code; the semantic-router library's is written anew from its version 1.1.1, where it is
+product's own code, with its own model or one that `pointsman export-model` wrote; the semantic-router library's is written anew from its version 1.1.1, where it is
 `IndexedRouter`: the five utterances nearest to the prompt vote, each route's votes are aggregated by
 mean (the default), max or sum, and a route without a vote scores 0.
 """
@@ -24,7 +25,7 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import numpy as np
 
-from extproc.core.routing import RouteRule, SemanticIndex
+from extproc.core.routing import RouteRule, SemanticIndex, calibrated
 from extproc.embedding.encoder import Encoder
 from extproc.embedding.model import default_cache_dir, ensure_model
 from extproc.evaluation.calibrate import calibrate
@@ -223,15 +224,16 @@ def measure(draw: Draw, score, vectors: Vectors) -> dict[str, float | None]:
     )
     scorer = score(index)
     scores = [[*scorer(vectors.of(text)), np.nan] for text, _ in draw.prompts]
-    count = max(map(len, draw.utterances.values()))
-    threshold = RouteRule("x", utterances=("-",) * count).effective_threshold
+    rules = [RouteRule(name, utterances=tuple(own)) for name, own in draw.utterances.items()]
+    vectors_of = dict(zip(routes, index.utterances, strict=True))
+    thresholds = [each.effective_threshold for each in calibrated(rules, vectors_of)]
     seen = Observations(
         routes=(*routes, "default"),
         default=len(routes),
         labels=np.array([NONE if r is None else routes.index(r) for _, r in draw.prompts]),
         outcomes=np.full(len(draw.prompts), NONE),
         scores=np.array(scores),
-        thresholds=np.array([threshold] * len(routes) + [np.nan]),
+        thresholds=np.array([*thresholds, np.nan]),
     )
     inside = seen.in_scope
     ours = score is blend
@@ -255,8 +257,10 @@ def mean(figures: list[dict[str, float | None]]) -> dict[str, float | None]:
     return {key: over(key) for key in figures[0]}
 
 
-def run(folder: Path, count: int, draws: int) -> Iterator[tuple[str, str, dict[str, float | None]]]:
-    files = ensure_model(None, cache_dir=default_cache_dir(os.environ), progress=say)
+def run(
+    folder: Path, count: int, draws: int, encoder: str | None
+) -> Iterator[tuple[str, str, dict[str, float | None]]]:
+    files = ensure_model(encoder, cache_dir=default_cache_dir(os.environ), progress=say)
     vectors = Vectors(Encoder(files))
     for name, build in sets(folder, count).items():
         started = time.monotonic()
@@ -296,14 +300,21 @@ def main() -> None:
     parser.add_argument("data", type=Path, nargs="?", default=SAMPLES, metavar="DATA")
     parser.add_argument("--utterances", type=int, default=20, help="a route")
     parser.add_argument("--draws", type=int, default=3)
+    parser.add_argument("--encoder", metavar="FOLDER", help="instead of the default model")
     parser.add_argument("--out", type=Path, default=HERE / "out" / "accuracy.json")
     arguments = parser.parse_args()
     figures: dict[str, dict[str, dict]] = {}
-    for name, scorer, found in run(arguments.data, arguments.utterances, arguments.draws):
+    for name, scorer, found in run(
+        arguments.data, arguments.utterances, arguments.draws, arguments.encoder
+    ):
         figures.setdefault(name, {})[scorer] = found
     print(table(figures))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    setup = {"utterances": arguments.utterances, "draws": arguments.draws}
+    setup = {
+        "encoder": arguments.encoder or "default",
+        "utterances": arguments.utterances,
+        "draws": arguments.draws,
+    }
     text = json.dumps({**setup, "sets": figures}, ensure_ascii=False, indent=2)
     arguments.out.write_text(text + "\n", encoding="utf-8")
     say(f"{arguments.out}: written")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 
+from extproc.app.advice import on_thresholds
 from extproc.app.judge import (
     EmbedFully,
     Encodes,
@@ -37,6 +38,7 @@ from extproc.core.routing import (
     RouteRule,
     SemanticIndex,
     Vectors,
+    calibrated,
 )
 from extproc.core.signals import SignalTable
 from extproc.core.wire_names import EXPLICIT_ROUTE, RULE
@@ -103,7 +105,7 @@ async def running_sidecar(
     metrics.limits(
         deadline_s=config.router.deadline_s,
         queue=config.router.queue,
-        workers=_workers(config) if _scored_rules(config) else 0,
+        workers=_workers(config) if _needs_encoder(config) else 0,
     )
     metrics.may_happen(restarts=RestartCause, skips=SkipCause)
     health = Health()
@@ -205,7 +207,7 @@ def compile_plan(config: Config, vectors: Mapping[str, Vectors]) -> Plan:
         )
         for chain in config.chains()
     }
-    rules = [_rule(route) for route in config.routes]
+    rules = _rules(config, vectors)
     return Plan(
         directory=ModelDirectory(
             aliases=config.router.aliases,
@@ -219,6 +221,10 @@ def compile_plan(config: Config, vectors: Mapping[str, Vectors]) -> Plan:
         route_chains={route.name: chains[route_chain(route.name)] for route in config.routes},
         upstream_chains={each: chains[upstream_chain(each)] for each in config.upstreams},
     )
+
+
+def _rules(config: Config, vectors: Mapping[str, Vectors]) -> list[RouteRule]:
+    return calibrated([_rule(route) for route in config.routes], vectors)
 
 
 def _rule(route: Route) -> RouteRule:
@@ -268,6 +274,8 @@ async def running_embedding(
         each = {route.name: [next(vectors) for _ in route.utterances] for route in routes}
         # A long utterance has two vectors; both stand for it.
         utterances = {route: np.concatenate(own) for route, own in each.items()}
+        if note := on_thresholds(config):
+            progress(note)
         progress(
             f"{workers} worker(s) warm, {len(texts)} utterances of {len(routes)} routes embedded"
         )
@@ -294,12 +302,16 @@ async def _no_model(_text: str, _deadline: float) -> Embedded | NotEmbedded:
 # --- the static encoder: there from the start, or once it is built ------------------------------------
 
 
-def _scored_rules(config: Config) -> list[RouteRule]:
-    return [_rule(route) for route in config.routes if route.utterances]
+def _scored_rules(config: Config, embedding: Embedding) -> list[RouteRule]:
+    return [rule for rule in _rules(config, embedding.utterances) if rule.utterances]
+
+
+def _needs_encoder(config: Config) -> bool:
+    return any(route.utterances for route in config.routes)
 
 
 async def _open_static(config: Config) -> Encodes | None:
-    if not _scored_rules(config):
+    if not _needs_encoder(config):
         return None
     return await asyncio.to_thread(open_static, default_cache_dir(os.environ))
 
@@ -313,7 +325,7 @@ async def _judge(
     encoder: Encodes | None,
 ) -> Judge:
     capacity = config.router.cache
-    version = routes_version(_scored_rules(config), embedding.digest)
+    version = routes_version(_scored_rules(config, embedding), embedding.digest)
     judge = Judge(
         embedding.embed,
         plan.index,
@@ -327,7 +339,7 @@ async def _judge(
 
 
 async def _lend(judge: Judge, encoder: Encodes, config: Config, embedding: Embedding) -> None:
-    rules = _scored_rules(config)
+    rules = _scored_rules(config, embedding)
     judge.use(await asyncio.to_thread(fit_fast_tier, encoder, rules, embedding.each))
 
 

@@ -1,4 +1,4 @@
-"""Text to vectors with one ONNX model; the only importer of onnxruntime, and it knows no process."""
+"""Text to vectors with one ONNX model; the only one that runs onnxruntime, and it knows no process."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 import numpy as np
 import onnxruntime
-import sentencepiece
 from numpy.typing import NDArray
 
 from extproc.embedding.model import ModelError, ModelFiles
 from extproc.embedding.text import bound, lines, paragraphs
+from extproc.embedding.tokenizer import load_tokenizer
 
 MAX_TOKENS: Final = 256
-"""Up to here a text is one vector."""
+"""Up to here a text is one vector, if the model takes as many."""
 END_TOKENS: Final = 128
 """Beyond, each end of it is a vector of at most so many tokens."""
 
 _INPUTS: Final = {"input_ids", "attention_mask"}
+_SEGMENTS: Final = "token_type_ids"
+"""A third input that BERT's graphs may have; a single text is all segment 0."""
 _LOG_ERRORS_ONLY: Final = 3
 
 Vectors = NDArray[np.float32]
@@ -33,10 +35,13 @@ class Encoder:
 
     def __init__(self, files: ModelFiles, threads: int = 1) -> None:
         """Load; raises ModelError."""
-        self._tokenizer = _load_tokenizer(files)
-        self._bos: int = self._tokenizer.bos_id()
-        self._eos: int = self._tokenizer.eos_id()
+        self._tokenizer = load_tokenizer(files.tokenizer)
+        self._prefix, self._suffix = self._tokenizer.prefix, self._tokenizer.suffix
+        marks = len(self._prefix) + len(self._suffix)
+        self._max_ids = min(MAX_TOKENS, files.max_tokens) - marks
+        self._end_ids = min(END_TOKENS, files.max_tokens) - marks
         self._session = _load_session(files, threads)
+        self._wants_segments = len(self._session.get_inputs()) > len(_INPUTS)
         self.dimension = files.dimension
 
     def encode(self, text: str) -> Vectors:
@@ -45,28 +50,27 @@ class Encoder:
         Any str is safe. One run a vector: an 8-bit model's result depends on its whole batch.
         """
         text = _encodable(bound(text))
-        ids = self._tokenize(text)
-        if len(ids) + 2 <= MAX_TOKENS:
+        ids = self._tokenizer.ids(text)
+        if len(ids) <= self._max_ids:
             return self._run(ids)
         # The question of a long prompt stands at one of its ends; what lies between misleads.
         parts = paragraphs(text)
-        head = self._tokenize_end(parts[0], 0)[: END_TOKENS - 2]
-        tail = self._tokenize_end(parts[-1], -1)[-(END_TOKENS - 2) :]
+        head = self._tokenize_end(parts[0], 0)[: self._end_ids]
+        tail = self._tokenize_end(parts[-1], -1)[-self._end_ids :]
         return np.concatenate([self._run(head), self._run(tail)])
 
     def _tokenize_end(self, paragraph: str, index: int) -> list[int]:
         """A paragraph, or its line at `index` when all of it is too long (pasted code, a log)."""
-        ids = self._tokenize(paragraph)
-        return ids if len(ids) + 2 <= END_TOKENS else self._tokenize(lines(paragraph)[index])
-
-    def _tokenize(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text)
-        # The model was trained with at least one token between the marks; "" has none.
-        return ids or [self._tokenizer.unk_id()]
+        ids = self._tokenizer.ids(paragraph)
+        if len(ids) <= self._end_ids:
+            return ids
+        return self._tokenizer.ids(lines(paragraph)[index])
 
     def _run(self, ids: Sequence[int]) -> Vectors:
-        marked = np.array([[self._bos, *ids, self._eos]], np.int64)
+        marked = np.array([[*self._prefix, *ids, *self._suffix]], np.int64)
         feed = {"input_ids": marked, "attention_mask": np.ones_like(marked)}
+        if self._wants_segments:
+            feed[_SEGMENTS] = np.zeros_like(marked)
         (vectors,) = self._session.run(None, feed)
         return np.asarray(vectors, np.float32)
 
@@ -74,18 +78,6 @@ class Encoder:
 def _encodable(text: str) -> str:
     """A lone surrogate has no UTF-8 form, and the tokeniser would raise on it."""
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _load_tokenizer(files: ModelFiles) -> sentencepiece.SentencePieceProcessor:
-    try:
-        tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(files.tokenizer))
-    except (OSError, RuntimeError) as error:
-        raise ModelError(
-            f"{files.tokenizer}: sentencepiece cannot load it: {error}; install or export it again"
-        ) from error
-    if min(tokenizer.bos_id(), tokenizer.eos_id()) < 0:
-        raise ModelError(f"{files.tokenizer}: it has no marks for start and end of a text")
-    return tokenizer
 
 
 def _load_session(files: ModelFiles, threads: int) -> onnxruntime.InferenceSession:
@@ -104,7 +96,7 @@ def _load_session(files: ModelFiles, threads: int) -> onnxruntime.InferenceSessi
         ) from error
     inputs = {value.name for value in session.get_inputs()}
     outputs = [value.shape for value in session.get_outputs()]
-    if inputs != _INPUTS or len(outputs) != 1 or outputs[0][-1] != files.dimension:
+    if inputs - {_SEGMENTS} != _INPUTS or len(outputs) != 1 or outputs[0][-1] != files.dimension:
         raise ModelError(
             f"{files.onnx}: expected input_ids and attention_mask to one output of "
             f"{files.dimension} columns, found {sorted(inputs)} to {outputs}"

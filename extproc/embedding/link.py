@@ -76,6 +76,7 @@ def _spawn(files: ModelFiles, fd: int) -> subprocess.Popen[bytes]:
     """
     command = [sys.executable, "-P", "-X", "faulthandler", "-m", "extproc.embedding.worker"]
     command += [str(fd), str(files.onnx), str(files.tokenizer), str(files.dimension), files.digest]
+    command += [str(files.max_tokens)]
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from extproc.embedding.cache import Progress, build_into, intact_digest, locked, sha256_of
+from extproc.embedding.manifest import AGAIN, MANIFEST, TOKENIZER, ManifestError, read_manifest
 
 DEFAULT_DIMENSION: Final = 512
 
@@ -44,6 +45,8 @@ class ModelFiles:
     tokenizer: Path
     dimension: int
     digest: str
+    max_tokens: int = 512
+    """That the model takes at once, marks included."""
 
 
 def default_cache_dir(environ: Mapping[str, str]) -> Path:
@@ -61,7 +64,7 @@ def default_cache_dir(environ: Mapping[str, str]) -> Path:
 def ensure_model(encoder_path: str | None, *, cache_dir: Path, progress: Progress) -> ModelFiles:
     """The files to run; builds the default model on its first use. Blocks; raises ModelError."""
     if encoder_path is not None:
-        return _named_model(Path(encoder_path).expanduser())
+        return _named_model(Path(encoder_path).expanduser(), progress)
     tokenizer = default_tokenizer()
     onnx = cache_dir / f"use-m3-{default_version()}-{_PRECISION}-v{_BUILDER}.onnx"
     digest = intact_digest(onnx)
@@ -153,19 +156,59 @@ def _run_builder(weights: Path, tokenizer: Path, out: Path, progress: Progress) 
 # --- a model that the configuration names ------------------------------------------------------------
 
 
-def _named_model(path: Path) -> ModelFiles:
-    """An ONNX file (or a folder with model.onnx) with its sentencepiece model, sp.model, beside it."""
+def _named_model(path: Path, progress: Progress) -> ModelFiles:
+    """What `pointsman export-model` wrote, or an ONNX file of one's own with its sp.model beside it."""
     onnx = path / "model.onnx" if path.is_dir() else path
-    tokenizer = onnx.with_name("sp.model")
     try:
+        if onnx.with_name(MANIFEST).exists():
+            return _exported_model(onnx, progress)
         dimension = _inspect(onnx)
+        if onnx.with_name(TOKENIZER).exists():
+            # How many tokens it takes, and that they are pooled as they were, only the manifest says.
+            raise ModelError(f"{onnx.with_name(MANIFEST)}: missing beside {TOKENIZER}; {AGAIN}")
+        tokenizer = onnx.with_name("sp.model")
         digest = hashlib.sha256(f"{sha256_of(onnx)}{sha256_of(tokenizer)}".encode()).hexdigest()
+    except ManifestError as error:
+        raise ModelError(str(error)) from error
     except OSError as error:
         raise ModelError(
-            f"{error.filename}: {error.strerror}; mend [router.encoder] path: it wants an ONNX file "
-            "with its sp.model beside it"
+            f"{error.filename}: {error.strerror}; mend [router.encoder] path: it wants a folder that "
+            "pointsman export-model wrote, or an ONNX file with its sp.model beside it"
         ) from error
     return ModelFiles(onnx, tokenizer, dimension, digest)
+
+
+def _exported_model(onnx: Path, progress: Progress) -> ModelFiles:
+    manifest = read_manifest(onnx.parent)
+    if onnx.name not in manifest.files:
+        raise ModelError(f"{onnx}: not the model of {MANIFEST} beside it; name the folder")
+    dimension = _inspect(onnx)
+    if dimension != manifest.dimension:
+        raise ModelError(
+            f"{onnx}: {dimension} columns, and {MANIFEST} says {manifest.dimension}; {AGAIN}"
+        )
+    if manifest.precision == "int8" and saturates():
+        progress(
+            f"note: {onnx}: this processor has no VNNI and computes 8-bit sums with overflows: expect "
+            "worse scores than its parity promises, or export it with --fp32"
+        )
+    return ModelFiles(
+        onnx, onnx.with_name(TOKENIZER), dimension, manifest.digest, manifest.max_tokens
+    )
+
+
+def saturates(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether an x86 processor lacks the instructions that 8 by 8 bits are exact with.
+
+    onnxruntime's kernels for AVX2 and plain AVX-512 add pairs of products in 16 bits, which overflow.
+    Other architectures, whose flags bear another name, have exact ones.
+    """
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    flags = next((line.split() for line in lines if line.startswith("flags")), None)
+    return flags is not None and not {"avx512_vnni", "avx_vnni"} & set(flags)
 
 
 def _inspect(path: Path) -> int:

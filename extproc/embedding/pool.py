@@ -155,7 +155,7 @@ class _Worker:
 
 class Pool:
     """Mutable, and only from the event loop: `_waiting`, `_workers`, `_idle` (a stack), `_closing`,
-    `_service_s` (0 until the first answer).
+    `_service_s` (0 until the first answer), `_warm_up_s` (0 until the first worker is ready).
 
     An entry is in `_waiting`, or in one worker's `entry`, or answered. While a worker is idle,
     `_waiting` is empty.
@@ -187,6 +187,7 @@ class Pool:
         self._workers: set[_Worker] = set()
         self._idle: list[_Worker] = []
         self._service_s = 0.0
+        self._warm_up_s = 0.0
         self._keepers: list[asyncio.Task[None]] = []
         self._closing = asyncio.Event()
         self._ticker: asyncio.TimerHandle | None = None
@@ -279,6 +280,8 @@ class Pool:
         while self._idle:
             if self._hand(self._idle.pop(), entry):
                 return None
+        if self._is_hopeless(entry):
+            return _LOST
         if len(self._waiting) >= capacity:
             return _FULL
         if self._expected_s() > _WAIT_SHARE * (entry.deadline - entry.admitted):
@@ -296,6 +299,15 @@ class Pool:
         # Those that are busy are half done on average.
         turns = (len(self._waiting) + 0.5) / max(busy, 1)
         return (turns + 1) * self._service_s
+
+    def _is_hopeless(self, entry: _Entry) -> bool:
+        """Whether no worker is there, nor can be in time: the caller has something better to do then
+        than to wait for its deadline.
+        """
+        if any(worker.state in (_State.IDLE, _State.BUSY) for worker in self._workers):
+            return False
+        launched = [worker.since for worker in self._workers if worker.state is _State.STARTING]
+        return entry.deadline < min(launched, default=self._loop.time()) + self._warm_up_s
 
     def _expire(self, entry: _Entry) -> None:
         if entry.reply.done():
@@ -404,6 +416,7 @@ class Pool:
     def _welcome(self, worker: _Worker) -> None:
         assert worker.link is not None
         worker.ready_at = self._loop.time()
+        self._warm_up_s = worker.ready_at - worker.since
         worker.limit_bytes = _LEAK_FACTOR * worker.link.resident_bytes() + _LEAK_BYTES
         if not worker.started.done():
             worker.started.set_result(None)
@@ -423,13 +436,21 @@ class Pool:
         self._lose(worker)
 
     def _lose(self, worker: _Worker) -> None:
-        """Its entry in flight is the only one that its death costs."""
+        """Its entry in flight is the only one that its death costs, but for those that had no other
+        worker to wait for and no time for its successor.
+        """
         entry, worker.entry = worker.entry, None
         if entry is not None:
             entry.answer(_LOST)
         if worker.state is _State.IDLE:
             self._idle.remove(worker)
         worker.state, worker.since = _State.LOST, self._loop.time()
+        hopeless = [entry for entry in self._waiting if self._is_hopeless(entry)]
+        for entry in hopeless:
+            del self._waiting[entry]
+            entry.answer(_LOST)
+        if hopeless:
+            self._events.queue_depth(len(self._waiting))
 
     # --- supervision -------------------------------------------------------------------------------
 

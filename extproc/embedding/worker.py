@@ -1,6 +1,6 @@
 """The child process: one encoder answering one socket, one text at a time; no queue, no deadline.
 
-    python -m extproc.embedding.worker SOCKET_FD ONNX TOKENIZER DIMENSION DIGEST
+    python -m extproc.embedding.worker SOCKET_FD ONNX TOKENIZER DIMENSION DIGEST MAX_TOKENS
 
 It ends when the socket closes, so it never outlives its parent, not even one that was killed.
 """
@@ -37,8 +37,8 @@ def main(argv: list[str]) -> int:
     # The loop must not wait for a core: it answers everyone, a worker one prompt. With three times
     # the load, on a machine that others use too, the p95 of decisions was 100 ms and not 1,800.
     os.nice(_NICE)
-    fd, onnx, tokenizer, dimension, digest = argv
-    files = ModelFiles(Path(onnx), Path(tokenizer), int(dimension), digest)
+    fd, onnx, tokenizer, dimension, digest, max_tokens = argv
+    files = ModelFiles(Path(onnx), Path(tokenizer), int(dimension), digest, int(max_tokens))
     with socket.socket(fileno=int(fd)) as sock:
         try:
             return serve(sock, files)

@@ -222,6 +222,22 @@ def test_only_worker_killed_keeps_the_queue_for_its_successor(scenario):
 
 
 @both_loops
+def test_only_worker_killed_answers_at_once_who_cannot_wait_for_its_successor(scenario):
+    async def steps(pool, events):
+        impatient_s = 0.7 * pool._warm_up_s
+        tasks = [submit(pool, LONG, within_s=impatient_s) for _ in range(5)]
+        await asyncio.sleep(0)
+        os.kill(pids(pool)[0], signal.SIGKILL)
+        outcomes = await asyncio.gather(*tasks)
+        assert LOST in outcomes[1:]
+        assert await submit(pool, "comes meanwhile", within_s=impatient_s) == LOST
+        assert events.skips == [], "nobody waited until the deadline"
+        assert isinstance(await submit(pool, "can wait"), Embedded)
+
+    scenario(steps, workers=1)
+
+
+@both_loops
 def test_stopped_worker_is_killed_and_its_entry_meets_its_own_deadline(scenario):
     async def steps(pool, events):
         loop = asyncio.get_running_loop()
@@ -363,7 +379,7 @@ import socket, sys, threading
 from extproc.embedding import worker
 ours, theirs = socket.socketpair()
 threading.Thread(target=lambda: (ours.recv(64), ours.close())).start()
-status = worker.main([str(theirs.detach()), *sys.argv[1:], "digest"])
+status = worker.main([str(theirs.detach()), *sys.argv[1:], "digest", "512"])
 heavy = {"grpc", "envoy", "aiohttp", "prometheus_client", "asyncio", "onnx", "torch", "uvloop"}
 print(status, sorted(heavy & set(sys.modules)))
 """

@@ -17,6 +17,7 @@ from extproc.core.routing import (
     RouteRule,
     RouteScore,
     SemanticIndex,
+    calibrated,
     decide_by_scores,
 )
 
@@ -83,6 +84,72 @@ def test_threshold_follows_the_number_of_utterances_unless_set(
         np.float32([NOWHERE])
     )
     assert score.threshold == expected
+
+
+# --- thresholds from the utterances ----------------------------------------------------------------
+
+
+def scattered(seed: int, count: int, spread: float) -> dict[str, np.ndarray]:
+    """Four routes in one corner of the space: `spread` says how far apart they are."""
+    dice = np.random.default_rng(seed)
+    centres = np.ones(16) + dice.normal(size=(4, 16), scale=spread)
+    return {
+        f"r{n}": unit(each + dice.normal(size=(count, 16), scale=0.2))
+        for n, each in enumerate(centres)
+    }
+
+
+def rules_of(blocks: dict[str, np.ndarray], **more: float | None) -> list[RouteRule]:
+    return [
+        RouteRule(name, utterances=("x",) * len(block), **more) for name, block in blocks.items()
+    ]
+
+
+def test_close_routes_ask_for_more_than_what_they_score_on_each_other() -> None:
+    blocks = scattered(0, 12, 0.5)
+    index = SemanticIndex(rules_of(blocks), blocks)
+    strangers = [
+        score.score
+        for name, block in blocks.items()
+        for vector in block
+        for score in index.scores(vector[None])
+        if score.route != name
+    ]
+    expected = np.mean(strangers) + 1.5 * np.std(strangers)
+    assert expected > THRESHOLD
+    for rule in calibrated(rules_of(blocks), blocks):
+        assert rule.threshold == pytest.approx(expected, abs=1e-3)
+
+
+def test_routes_that_differ_in_kind_keep_the_floor() -> None:
+    axes = np.eye(8, dtype=np.float32)
+    blocks = {f"r{n}": np.repeat(axes[n : n + 1], 12, axis=0) for n in range(3)}
+    assert {rule.threshold for rule in calibrated(rules_of(blocks), blocks)} == {THRESHOLD}
+    few = {name: block[:5] for name, block in blocks.items()}
+    assert {rule.threshold for rule in calibrated(rules_of(few), few)} == {THRESHOLD_FEW}
+
+
+def test_threshold_of_the_file_stays_and_so_do_routes_without_utterances() -> None:
+    blocks = scattered(1, 12, 0.3)
+    rules = [*rules_of(blocks, threshold=0.1), RouteRule("bare")]
+    assert calibrated(rules, blocks) == rules
+
+
+@pytest.mark.parametrize("blocks", [{}, scattered(0, 1, 0.1), {"r0": scattered(0, 50, 0.1)["r0"]}])
+def test_too_few_strangers_change_nothing(blocks: dict[str, np.ndarray]) -> None:
+    assert calibrated(rules_of(blocks), blocks) == rules_of(blocks)
+
+
+def test_thousands_of_utterances_are_sampled() -> None:
+    blocks = scattered(2, 2000, 0.5)
+    few = {name: block[::8] for name, block in blocks.items()}
+    of_all = calibrated(rules_of(blocks), blocks)[0].threshold
+    assert of_all == pytest.approx(calibrated(rules_of(few), few)[0].threshold, abs=0.02)
+
+
+def test_threshold_never_exceeds_what_a_score_can_be() -> None:
+    blocks = {name: np.float32([[1, 0]] * 12) for name in "abc"}
+    assert {rule.threshold for rule in calibrated(rules_of(blocks), blocks)} == {1.0}
 
 
 # --- decisions ------------------------------------------------------------------------------------

@@ -186,6 +186,67 @@ def test_dead_worker_costs_its_entry_in_flight_only(scenario):
     scenario(steps)
 
 
+def slow_to_warm(lab, seconds=0.5):
+    lab.on_launch = lambda link: lab.loop.call_later(seconds, link.ready)
+
+
+def test_without_a_worker_who_cannot_wait_for_the_next_is_told_at_once(lab, run):
+    async def steps():
+        slow_to_warm(lab)
+        await lab.started()
+        begun = lab.loop.time()
+        asked = [lab.submit(text, within_s=0.15) for text in ("in flight", "waiting")]
+        patient = lab.submit("patient", within_s=5)
+        await lab.settle()
+        lab.links[0].die(-9)
+        assert [await task for task in asked] == [LOST, LOST]
+        assert await lab.submit("comes now", within_s=0.15) == LOST
+        assert lab.loop.time() == begun
+        assert lab.events.depths[-1] == 1
+        await lab.until(begun + 0.1 + 0.5)
+        assert lab.links[1].texts == ["patient"]
+        lab.links[1].done()
+        assert isinstance(await patient, Embedded)
+        await lab.pool.aclose()
+
+    run(steps())
+
+
+def test_one_who_can_wait_for_a_worker_that_is_nearly_warm_waits(lab, run):
+    async def steps():
+        slow_to_warm(lab)
+        await lab.started()
+        begun = lab.loop.time()
+        lab.links[0].die(-9)
+        await lab.until(begun + 0.1 + 0.45)
+        asked = lab.submit("comes late", within_s=0.15)
+        await lab.until(begun + 0.1 + 0.5)
+        lab.links[1].done()
+        assert isinstance(await asked, Embedded)
+        await lab.pool.aclose()
+
+    run(steps())
+
+
+def test_with_another_worker_alive_nobody_is_told_so(lab, run):
+    async def steps():
+        slow_to_warm(lab)
+        await lab.started(workers=2)
+        asked = [lab.submit(text, within_s=0.15) for text in "abc"]
+        await lab.settle()
+        lab.links[0].die(-9)
+        lab.links[1].done()
+        await lab.settle()
+        assert lab.links[1].texts[-1] == "c"
+        lab.links[1].done()
+        assert [isinstance(each, Embedded) for each in await asyncio.gather(*asked)].count(
+            True
+        ) == 2
+        await lab.pool.aclose()
+
+    run(steps())
+
+
 def test_other_worker_takes_over_while_one_is_dead(scenario):
     async def steps(lab):
         lab.links[1].die(1)
