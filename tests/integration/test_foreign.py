@@ -103,7 +103,7 @@ class Mesh:
         self.client = httpx.AsyncClient(base_url=f"http://{HOST}:{self.listen}", timeout=30)
         self.envoy = None
 
-    async def start_envoy(self, *, fail_open, tls, within_s):
+    async def start_envoy(self, *, fail_open, tls, edit, within_s):
         bootstrap = yaml.safe_load(EXAMPLE.read_text())
         bootstrap["admin"]["address"]["socket_address"]["port_value"] = self.admin
         (listener,) = bootstrap["static_resources"]["listeners"]
@@ -125,6 +125,7 @@ class Mesh:
             ]
             if cluster["name"] == "pointsman" and tls:
                 cluster["transport_socket"] = tls
+        edit(manager)
         path = self.directory / "envoy.yaml"
         path.write_text(yaml.safe_dump(bootstrap))
         command = [str(find_envoy()), "-c", str(path), "--log-level", "warning"]
@@ -167,6 +168,7 @@ async def mesh(
     settle="3s",
     sidecar_tls="",
     envoy_tls=None,
+    edit=lambda manager: None,
     launch=("-m", "extproc.cli"),
     within_s=START_S,
 ):
@@ -182,7 +184,7 @@ async def mesh(
     try:
         for each in beside:
             await each.start(launch)
-        await running.start_envoy(fail_open=fail_open, tls=envoy_tls, within_s=within_s)
+        await running.start_envoy(fail_open=fail_open, tls=envoy_tls, edit=edit, within_s=within_s)
         yield running
     except BaseException:
         for log in sorted(directory.glob("*.log")):
@@ -244,29 +246,13 @@ async def test_a_body_of_megabytes_is_routed_and_gzip_is_told_apart():
         assert raw.json()["error"]["code"] == "unsupported_content_encoding"
 
 
+def without_stripping(manager):
+    del manager["early_header_mutation_extensions"]
+
+
 @scenario
 async def test_headers_in_our_name_steer_nothing_and_reach_nobody():
-    async with mesh() as running:
-        # Without the example's own stripping, as where nobody configured it.
-        listener = yaml.safe_load((running.directory / "envoy.yaml").read_text())
-        (one,) = listener["static_resources"]["listeners"]
-        manager = one["filter_chains"][0]["filters"][0]["typed_config"]
-        del manager["early_header_mutation_extensions"]
-        running.envoy.kill()
-        running.envoy.wait()
-        path = running.directory / "bare.yaml"
-        path.write_text(yaml.safe_dump(listener))
-        running.envoy = subprocess.Popen(
-            [str(find_envoy()), "-c", str(path), "--log-level", "error", "--use-dynamic-base-id"]
-        )
-
-        async def served():
-            with contextlib.suppress(httpx.HTTPError):
-                return (await running.chat()).status_code == 200
-
-        await until(served, within_s=START_S)
-        for upstream in running.upstreams.values():
-            upstream.clear_seen()
+    async with mesh(edit=without_stripping) as running:
         spoofed = {
             "x-pointsman-upstream": "vllm-general",
             "x-pointsman-model": "free-lunch",
@@ -486,29 +472,41 @@ async def test_tls_with_client_certificates(tmp_path, with_certificate):
                 pass
 
 
+def without_bodies(manager):
+    manager["http_filters"][0]["typed_config"]["processing_mode"]["request_body_mode"] = "NONE"
+
+
 @scenario
 async def test_a_wrong_body_mode_is_told_once_in_the_log():
-    async with mesh() as running:
+    async with mesh(edit=without_bodies) as running:
         (sidecar,) = running.sidecars
-        bootstrap = yaml.safe_load((running.directory / "envoy.yaml").read_text())
-        (listener,) = bootstrap["static_resources"]["listeners"]
-        manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
-        manager["http_filters"][0]["typed_config"]["processing_mode"]["request_body_mode"] = "NONE"
-        running.envoy.kill()
-        running.envoy.wait()
-        path = running.directory / "wrong.yaml"
-        path.write_text(yaml.safe_dump(bootstrap))
-        running.envoy = subprocess.Popen(
-            [str(find_envoy()), "-c", str(path), "--log-level", "error", "--use-dynamic-base-id"]
-        )
-
-        async def answered():
-            with contextlib.suppress(httpx.HTTPError):
-                return (await running.chat()).status_code
-
-        await until(answered, within_s=START_S)
-        await running.chat()
+        for _ in range(2):
+            await running.chat()
         assert sidecar.log.read_text().count("set the ext_proc filter's request body mode") == 1
+
+
+def enabled_by_route(manager):
+    """As Envoy Gateway does it: off for the listener, on for the routes of a policy."""
+    ext_proc = manager["http_filters"][0]
+    ext_proc["disabled"] = True
+    on = {"@type": "type.googleapis.com/envoy.config.route.v3.FilterConfig", "config": {}}
+    for route in manager["route_config"]["virtual_hosts"][0]["routes"]:
+        route["typed_per_filter_config"] = {ext_proc["name"]: on}
+        route["request_headers_to_add"] = [
+            {
+                "header": {"key": "authorization", "value": f"Bearer {route['route']['cluster']}"},
+                "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
+            }
+        ]
+
+
+@scenario
+async def test_it_works_where_the_filter_is_enabled_by_route_and_the_chosen_route_sets_its_key():
+    async with mesh(edit=enabled_by_route) as running:
+        response = await running.chat(ask(CODE), headers={"authorization": "Bearer client"})
+        assert response.headers["x-pointsman-attempts"] == "vllm-coder:200"
+        (seen,) = running.upstreams["coder"].seen
+        assert seen.headers["authorization"] == "Bearer coder"
 
 
 def test_the_example_is_valid_as_it_stands():
