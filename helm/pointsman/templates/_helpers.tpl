@@ -55,6 +55,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if .Values.podMonitor.enabled -}}
 {{- $_ := set $needed "metrics" (dict "listen" "0.0.0.0:9464") -}}
 {{- end -}}
+{{- if eq .Values.mode "extproc" -}}
+{{- $needed = omit $needed "server" | mergeOverwrite (include "pointsman.extprocConfig" . | fromJson) -}}
+{{- end -}}
 {{- $given := .Values.config -}}
 {{- if include "pointsman.isDemo" . -}}
 {{- $given = .Files.Get "files/demo.json" | fromJson -}}
@@ -88,6 +91,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if and .Values.podMonitor.enabled (regexMatch $loopback $config.metrics.listen) -}}
 {{- fail (printf "podMonitor is enabled, and config.metrics.listen is %s, which Prometheus cannot reach: leave it out" $config.metrics.listen) -}}
 {{- end -}}
+{{- include "pointsman.refuseExtproc" (dict "root" . "config" $config) -}}
 {{- if and .Values.nativeSidecar (semverCompare "<1.29.0-0" .Capabilities.KubeVersion.Version) -}}
 {{- fail (printf "nativeSidecar needs Kubernetes 1.29, and this is %s: leave it out" .Capabilities.KubeVersion.Version) -}}
 {{- end -}}
