@@ -363,8 +363,12 @@ async def test_without_the_sidecar_a_closed_filter_refuses_and_an_open_one_takes
         assert not running.upstreams["coder"].seen
         assert not running.upstreams["general"].seen
     async with mesh(fail_open=True) as running:
+        await running.fault("coder", "slow_headers", delay_s=0.7)
+        in_flight = asyncio.create_task(running.chat(ask(CODE)))
+        await until(lambda: running.upstreams["coder"].seen)
         running.sidecars[0].process.kill()
         running.sidecars[0].process.wait()
+        assert (await in_flight).json()["model"] == "model-of-coder"
         passed = await running.chat(ask(CODE), headers={"x-pointsman-upstream": "vllm-coder"})
         assert passed.status_code == 200
         (seen,) = running.upstreams["general"].seen  # the default, whatever the client says
