@@ -32,7 +32,8 @@ _CARRIED: Final = (
 )
 """Of what a chain of ours gets, what means something elsewhere, too."""
 _NOBODY: Final = "none"
-_CLIENT_LEFT: Final = frozenset({"downstream_remote_reset"})
+CLIENT_LEFT: Final = frozenset({"downstream_remote_reset"})
+"""As our own Envoy would flag it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class Visit:
         return AttemptRecord(
             upstream=self.upstream,
             status=answer.status if answer is not None and told else 0,
-            flags=_CLIENT_LEFT if answer is None else frozenset(),
+            flags=CLIENT_LEFT if answer is None else frozenset(),
             fail=failed.value if failed else "",
             admission=self.admission,
             time_to_headers_s=took_s,
@@ -112,7 +113,7 @@ class Visit:
         story = self.story(answer)
         return RequestRecord(
             status=answer.status if answer is not None else 0,
-            flags=_CLIENT_LEFT if answer is None else frozenset(),
+            flags=CLIENT_LEFT if answer is None else frozenset(),
             route=story[wire_names.ROUTE],
             reason=story[wire_names.REASON],
             upstream=self.name,

@@ -29,10 +29,14 @@ from extproc.serving.servicer import Decider, Gatekeeper
 _log = logging.getLogger(__name__)
 
 _NOTHING: Final = Mutation({}, None)
+_CANCEL_FOLLOWS_S: Final = 0.05
+"""Of a stream that was reset, gRPC ends the messages first, and cancels its task a moment later."""
 
 
 class ForeignProcessor(wire.ExternalProcessorServicer):  # type: ignore[misc]  # generated without types
-    """Mutable state: whether a drain is on, and whether a wrong mode was complained of."""
+    """Mutable state: whether a drain is on, the tasks that wait for an answer, and whether a wrong mode was
+    complained of.
+    """
 
     def __init__(
         self,
@@ -51,40 +55,50 @@ class ForeignProcessor(wire.ExternalProcessorServicer):  # type: ignore[misc]  #
         self.accounts = accounts
         self.names = upstream_names
         self.rule_text = rule_text
-        self._draining = asyncio.Event()
+        self._draining = False
+        self._waiting: set[asyncio.Task[Any]] = set()
         self._complained = False
 
     def drain(self) -> None:
         """End the streams that only wait for an answer, cleanly: Envoy sends it on without us."""
-        self._draining.set()
+        self._draining = True
+        for task in self._waiting:
+            task.cancel()
 
     async def Process(  # noqa: N802  the method's name in the proto
         self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[Any]:
         stream = _Stream(self)
         try:
-            while (
-                message := await self._next(requests, waiting=stream.visit is not None)
-            ) is not None:
+            while (message := await self._next(requests, stream)) is not None:
                 yield await stream.reply(message, context)
                 if stream.is_over:
                     return
+            if not self._draining:
+                await asyncio.sleep(_CANCEL_FOLLOWS_S)
             stream.lose()
         finally:
             stream.abandon()  # cancelled: the client has left
 
-    async def _next(self, requests: AsyncIterator[Any], *, waiting: bool) -> Any:
+    async def _next(self, requests: AsyncIterator[Any], stream: _Stream) -> Any:
         """The next message; None at the end, and in a drain if only an answer is waited for."""
-        if not waiting:
+        if stream.visit is None:
             return await anext(requests, None)
-        reading = asyncio.ensure_future(_read(requests))
-        drained = asyncio.ensure_future(self._draining.wait())
+        if self._draining:
+            return None
+        # No task of its own for the wait: it is on every request's way.
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting.add(task)
         try:
-            await asyncio.wait((reading, drained), return_when=asyncio.FIRST_COMPLETED)
-            return reading.result() if reading.done() else None
+            return await anext(requests, None)
+        except asyncio.CancelledError:
+            if not self._draining:
+                raise
+            task.uncancel()
+            return None
         finally:
-            reading.cancel()
-            drained.cancel()
+            self._waiting.discard(task)
 
     def complain_of_mode(self, mode: str) -> None:
         """Once: it is one line of that Envoy's configuration."""
@@ -95,10 +109,6 @@ class ForeignProcessor(wire.ExternalProcessorServicer):  # type: ignore[misc]  #
                 "set the ext_proc filter's request body mode to BUFFERED",
                 mode,
             )
-
-
-async def _read(requests: AsyncIterator[Any]) -> Any:
-    return await anext(requests, None)
 
 
 class _Stream:
@@ -194,9 +204,10 @@ class _Stream:
     def _told(self, message: Any) -> Any:
         self.is_over = True
         visit, self.visit = self.visit, None
-        if visit is None:
-            return wire.pass_unchanged(message)
         answer = wire.decode_answer(message)
+        if visit is None:  # our own fault had sent it on undecided
+            self._count_undecided(answer.status, frozenset())
+            return wire.pass_unchanged(message)
         took_s = time.perf_counter() - self._sent_s
         self._count(visit, answer, took_s)
         story = visit.story(answer)
@@ -205,15 +216,35 @@ class _Stream:
 
     def lose(self) -> None:
         """The stream has ended well before the answer: nobody will tell."""
+        self.is_over = True
         visit, self.visit = self.visit, None
         if visit is not None:
             self._processor.accounts.attempt_ended(visit.attempt(None))
-            self._processor.metrics.requests_unseen(Found(record_lost=1))
+        self._processor.metrics.requests_unseen(Found(record_lost=1))
 
     def abandon(self) -> None:
+        """The stream was cancelled, unless it is over: the client has left."""
+        if self.is_over:
+            return
+        self.is_over = True
         visit, self.visit = self.visit, None
         if visit is not None:
             self._count(visit, None, None)
+        else:
+            self._count_undecided(0, foreign.CLIENT_LEFT)
+
+    def _count_undecided(self, status: int, flags: frozenset[str]) -> None:
+        method, path, request_id = self._head
+        self._processor.accounts.request_ended(
+            RequestRecord(
+                status=status,
+                flags=flags,
+                request_id=request_id,
+                method=method,
+                path=path,
+                ended_s=time.time(),
+            )
+        )
 
     def _count(self, visit: Visit, answer: Answer | None, took_s: float | None) -> None:
         accounts = self._processor.accounts

@@ -190,6 +190,7 @@ def test_fault_of_ours_passes_the_request_on_but_never_what_a_client_says_in_our
     assert list(mutation(passed).remove_headers) == ["x-pointsman-upstream"]
     assert not passed.request_body.response.HasField("body_mutation")
     assert told == wire.pass_unchanged(answer(200))
+    assert sidecar.count("pointsman_requests_total", outcome="served") == 1
     assert sidecar.count("pointsman_internal_errors_total") == 1
 
 
@@ -208,6 +209,37 @@ def test_trailers_before_the_answer_get_their_reply() -> None:
         "request_trailers",
         "response_headers",
     ]
+
+
+def test_a_client_that_leaves_while_its_prompt_waits_is_counted_too() -> None:
+    sidecar = Sidecar()
+
+    async def scenario() -> None:
+        waiting = asyncio.Event()
+
+        async def never(_text: str, _deadline: float) -> Any:
+            waiting.set()
+            await asyncio.Event().wait()
+
+        sidecar.processor.decider._embed = never
+
+        async def stream() -> AsyncIterator[Any]:
+            yield post()
+            yield body(**ASK)
+
+        async def consume() -> None:
+            async for _ in sidecar.processor.Process(stream(), None):
+                pass
+
+        task = asyncio.create_task(consume())
+        await waiting.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
+    assert sidecar.count("pointsman_requests_total", outcome="client_gone") == 1
+    assert sidecar.count("pointsman_internal_errors_total") == 0
 
 
 def test_a_drain_ends_the_wait_for_an_answer_and_a_client_that_leaves_is_counted() -> None:
