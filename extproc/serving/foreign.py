@@ -1,8 +1,7 @@
-"""The ext_proc stream of an Envoy that is not ours: told on one stream where a request goes, and what came
-of it; it decides nothing.
+"""The ext_proc stream of an Envoy that is not ours: tells where a request goes, hears what came of it.
 
-The stream lives until the answer's headers come by. So the replica that decided learns of the
-answer, whichever Envoy asked and however many replicas there are.
+It decides nothing. The stream lives until the answer's headers come by, so the replica that decided
+learns of the answer, whichever Envoy asked and however many replicas there are.
 """
 
 from __future__ import annotations
@@ -34,9 +33,7 @@ _CANCEL_FOLLOWS_S: Final = 0.05
 
 
 class ForeignProcessor(wire.ExternalProcessorServicer):  # type: ignore[misc]  # generated without types
-    """Mutable state: whether a drain is on, the tasks that wait for an answer, and whether a wrong mode was
-    complained of.
-    """
+    """Mutable state: whether a drain is on, which tasks wait for an answer, whether it complained."""
 
     def __init__(
         self,

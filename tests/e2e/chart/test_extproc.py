@@ -105,7 +105,7 @@ def test_tls_of_the_port_is_mounted_and_configured(helm4):
     pod = only(manifests, "Deployment")["spec"]["template"]["spec"]
     (volume,) = (each for each in pod["volumes"] if each["name"] == "pointsman-tls")
     assert volume["secret"]["secretName"] == "pointsman-tls"
-    assert only(manifests, "Service")["spec"]["ports"][0]["appProtocol"] == "https"
+    assert only(manifests, "Service")["spec"]["ports"][0]["appProtocol"] == "grpc"
     plain = only(helm4.manifests(values=ISTIO), "Service")
     assert plain["spec"]["ports"][0]["appProtocol"] == "kubernetes.io/h2c"
 
