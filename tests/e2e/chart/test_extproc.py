@@ -1,6 +1,7 @@
 """Mode extproc: what Envoy Gateway and Istio are told fits the configuration and their schemas."""
 
 import copy
+import re
 import subprocess
 from pathlib import Path
 
@@ -222,6 +223,17 @@ def test_network_policy_lets_the_named_ones_to_the_port_and_kubelets_to_the_prob
     assert asking["from"] == EG["networkPolicy"]["from"]
     assert probing == {"ports": [{"port": "health", "protocol": "TCP"}]}
     assert scraping["ports"] == [{"port": "metrics", "protocol": "TCP"}]
+
+
+def test_the_examples_of_the_documentation_render(helm, validate):
+    doc = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8").split("### Mode extproc")[1]
+    first, second = (
+        yaml.safe_load(each) for each in re.findall(r"```yaml\n(.*?)```", doc, re.DOTALL)
+    )
+    for values, kind in ((first, "EnvoyExtensionPolicy"), (first | second, "EnvoyFilter")):
+        text = helm.template(values=values)
+        validate(text, "1.37")
+        assert f"kind: {kind}" in text
 
 
 ONE = {"upstream": {"x": {"base_url": "http://x.example", "model": "m"}}}
