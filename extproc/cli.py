@@ -84,7 +84,8 @@ def _parser() -> argparse.ArgumentParser:
         "serve",
         help="the sidecar alone, for an Envoy of yours",
         description="Serve ext_proc and the access log service on a Unix socket, and /metrics, "
-        "/healthz and /readyz on [metrics] listen, until SIGTERM.",
+        "/healthz and /readyz on [metrics] listen, until SIGTERM. With [extproc] listen: ext_proc "
+        "on TCP, for an Envoy that pointsman did not render (Envoy Gateway, Istio).",
     )
     serve.add_argument("--config", type=Path, required=True, metavar="FILE")
     serve.add_argument("--socket", metavar="PATH", help="instead of [extproc] socket")
@@ -295,6 +296,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     try:
         config = load(arguments.config, environ=os.environ)
         if arguments.socket:
+            if config.foreign is not None:
+                return _misuse("--socket: the configuration has [extproc] listen instead")
             config = dataclasses.replace(config, extproc_socket=arguments.socket)
         configure(config.log)
         is_json = config.log.format is LogFormat.JSON
@@ -322,13 +325,15 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _render(arguments: argparse.Namespace) -> int:
-    from extproc.config import ConfigError, load
+    from extproc.config import SERVE_ONLY, ConfigError, load
     from extproc.envoyconf import render
 
     try:
         config = load(arguments.file, environ=None)
     except ConfigError as error:
         return _report_faults(error)
+    if config.foreign is not None:
+        return _misuse(f"{arguments.file}: {SERVE_ONLY}")
     if arguments.socket:
         config = dataclasses.replace(config, extproc_socket=arguments.socket)
     sys.stdout.write(render(config))
@@ -482,6 +487,11 @@ def _export_model(arguments: argparse.Namespace) -> int:
 
 def _report_faults(error: Exception) -> int:
     print(error, file=sys.stderr)
+    return EXIT_USAGE
+
+
+def _misuse(problem: str) -> int:
+    print(f"pointsman: {problem}", file=sys.stderr)
     return EXIT_USAGE
 
 

@@ -47,13 +47,14 @@ from extproc.embedding.model import default_cache_dir, ensure_model
 from extproc.embedding.pool import NotEmbedded as PoolNotEmbedded
 from extproc.embedding.pool import Pool, PoolEvents, RestartCause, SkipCause
 from extproc.metrics import Metrics
-from extproc.serving.accounts import AccessLog
+from extproc.serving.accounts import AccessLog, Accounts
 from extproc.serving.admin import AdminServer, Health
 from extproc.serving.events import Feed
+from extproc.serving.foreign import ForeignProcessor
 from extproc.serving.gate import Gate
 from extproc.serving.reconcile import Reconciler
-from extproc.serving.server import SidecarServer
-from extproc.serving.servicer import Processor
+from extproc.serving.server import ForeignServer, SidecarServer
+from extproc.serving.servicer import Decider, Processor
 
 if TYPE_CHECKING:
     from extproc.serving.traces import Traces
@@ -139,49 +140,89 @@ async def running_sidecar(
             tracing = _traces(config)
             plan = compile_plan(config, embedding.utterances)
             judge = await _judge(config, embedding, plan, metrics, encoder=await fast)
-            reconciler = Reconciler(
-                path=config.extproc_socket + LEDGER_SUFFIX,
-                admin_url=config.admin.url,
+            decider = Decider(
+                plan=plan,
+                embed=judge,
                 metrics=metrics,
+                deadline_s=config.router.deadline_s,
+                tell=tracing.tell if tracing else None,
             )
-            server = SidecarServer(
-                socket_path=config.extproc_socket,
-                processor=Processor(
-                    plan=plan,
-                    embed=judge,
-                    gate=gate,
-                    metrics=metrics,
-                    deadline_s=config.router.deadline_s,
-                    passed_on=reconciler.passed_on,
-                    tell=tracing.tell if tracing else None,
-                ),
-                access_log=AccessLog(
-                    metrics=metrics,
-                    observer=gate,
-                    upstream_names=names,
-                    book=reconciler,
-                    feed=feed,
-                ),
-                max_body_bytes=config.server.max_body_bytes,
-            )
-            _spare_the_collector()
-            await server.start()
-            reconciler.start()
-            health.ready = True
-            late = asyncio.create_task(_supply(config, embedding, judge))  # the cores are free now
-            try:
-                yield registry
-            finally:
-                health.ready = False
-                await _cancel(late)
-                await server.drain(DRAIN_S)
-                await reconciler.aclose()
-                if tracing is not None:
-                    await tracing.aclose()
+            accounts = Accounts(metrics=metrics, observer=gate, upstream_names=names, feed=feed)
+            serving = _serving_foreign if config.foreign else _serving_ours
+            async with serving(config, decider, gate, metrics, accounts):
+                _spare_the_collector()
+                health.ready = True
+                # The cores are free now.
+                late = asyncio.create_task(_supply(config, embedding, judge))
+                try:
+                    yield registry
+                finally:
+                    health.ready = False
+                    await _cancel(late)
+            if tracing is not None:
+                await tracing.aclose()
     finally:
         await _cancel(beat)
         await _cancel(fast)
         await asyncio.to_thread(admin.stop)
+
+
+@asynccontextmanager
+async def _serving_ours(
+    config: Config,
+    decider: Decider,
+    gate: Gate,
+    metrics: Metrics,
+    accounts: Accounts,
+) -> AsyncIterator[None]:
+    """On the socket, for the Envoy of `pointsman render`."""
+    reconciler = Reconciler(
+        path=config.extproc_socket + LEDGER_SUFFIX, admin_url=config.admin.url, metrics=metrics
+    )
+    server = SidecarServer(
+        socket_path=config.extproc_socket,
+        processor=Processor(
+            decider=decider, gate=gate, metrics=metrics, passed_on=reconciler.passed_on
+        ),
+        access_log=AccessLog(accounts, metrics=metrics, book=reconciler),
+        max_body_bytes=config.server.max_body_bytes,
+    )
+    await server.start()
+    reconciler.start()
+    try:
+        yield
+    finally:
+        await server.drain(DRAIN_S)
+        await reconciler.aclose()
+
+
+@asynccontextmanager
+async def _serving_foreign(
+    config: Config,
+    decider: Decider,
+    gate: Gate,
+    metrics: Metrics,
+    accounts: Accounts,
+) -> AsyncIterator[None]:
+    """On TCP, for an Envoy that is not ours: it keeps no accounts for us, and we read none of it."""
+    assert config.foreign is not None
+    has_rule = any(chain.rule for chain in config.chains())
+    processor = ForeignProcessor(
+        decider=decider,
+        gate=gate,
+        metrics=metrics,
+        accounts=accounts,
+        upstream_names={each.id: each.name for each in config.upstreams.values()},
+        rule_text=config.fallback.rule_response if has_rule else None,
+    )
+    server = ForeignServer(
+        config.foreign, processor=processor, max_body_bytes=config.server.max_body_bytes
+    )
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.drain(DRAIN_S)
 
 
 def _traces(config: Config) -> Traces | None:

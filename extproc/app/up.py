@@ -13,7 +13,7 @@ from typing import Final
 
 import aiohttp
 
-from extproc.config import Address, Config, load
+from extproc.config import SERVE_ONLY, Address, Config, load
 from extproc.demo import demo_argv
 from extproc.embedding.model import default_cache_dir, ensure_model
 from extproc.envoyconf import render
@@ -34,6 +34,8 @@ def up(path: Path, *, demo: bool, say: Callable[[str], None]) -> int:
     Raise ConfigError, StartError, or ModelError.
     """
     config = load(path, environ=os.environ)
+    if config.foreign is not None:
+        raise StartError(f"{path}: {SERVE_ONLY}")
     busy = busy_listener(_listeners(config, demo=demo))
     if busy is not None:
         raise StartError(busy)

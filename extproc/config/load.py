@@ -19,8 +19,10 @@ from extproc.config.model import (
     Address,
     Config,
     Encoder,
+    ExtprocTls,
     Fallback,
     FallbackMode,
+    Foreign,
     Log,
     LogFormat,
     LogLevel,
@@ -146,7 +148,9 @@ def _config(root: Table, environ: Mapping[str, str] | None) -> Config:
         root.child(key) for key in ("server", "admin", "metrics", "health")
     )
     read_server = _server(server)
-    upstreams = _upstreams(root, read_server, environ)
+    extproc = root.child("extproc")
+    foreign = _foreign(extproc)
+    upstreams = _upstreams(root, read_server, environ, is_foreign=foreign is not None)
     routes = _routes(root, upstreams)
     config = Config(
         upstreams=upstreams,
@@ -157,27 +161,57 @@ def _config(root: Table, environ: Mapping[str, str] | None) -> Config:
         metrics=metrics.get("listen", v.address, _DEFAULT.metrics),
         envoy_metrics=metrics.get("envoy_listen", v.address, _DEFAULT.envoy_metrics),
         health=health.get("listen", v.address, _DEFAULT.health),
-        extproc_socket=root.child("extproc").get("socket", v.socket_path, _DEFAULT.extproc_socket),
+        extproc_socket=extproc.get("socket", v.socket_path, _DEFAULT.extproc_socket),
+        foreign=foreign,
         circuit=_circuit(root.child("circuit_breaker")),
         fallback=_fallback(root.child("fallback")),
         retry=_retry(root.child("retry")),
         log=_log(root.child("log")),
         tracing=_tracing(root.child("tracing")),
     )
+    listeners = [(metrics, "listen", config.metrics), (health, "listen", config.health)]
+    if foreign is None:
+        listeners += [
+            (server, "listen", read_server.listen),
+            (admin, "listen", config.admin),
+            (metrics, "envoy_listen", config.envoy_metrics),
+        ]
+    else:  # another Envoy has listeners of its own
+        listeners.append((extproc, "listen", foreign.listen))
     _refuse_clashes(
-        {
-            (table, key): address
-            for table, key, address in (
-                (server, "listen", read_server.listen),
-                (admin, "listen", config.admin),
-                (metrics, "listen", config.metrics),
-                (metrics, "envoy_listen", config.envoy_metrics),
-                (health, "listen", config.health),
-            )
-            if address is not None
-        }
+        {(table, key): address for table, key, address in listeners if address is not None}
     )
     return config
+
+
+def _foreign(table: Table) -> Foreign | None:
+    default = Foreign(Address("", 0))
+    listen = table.get("listen", v.address, None)
+    settle_s = table.get("settle", v.limit, default.settle_s) or 0.0
+    tls = _extproc_tls(table)
+    if not table.given("listen"):
+        if table.given("tls"):
+            table.fault("tls", "has no use without listen", "add listen, or remove it")
+        return None
+    if table.given("socket"):
+        mend = "keep socket for the Envoy of pointsman render, listen for any other"
+        table.fault("socket", "stands beside listen", mend)
+    return Foreign(listen or default.listen, tls, settle_s)
+
+
+def _extproc_tls(extproc: Table) -> ExtprocTls | None:
+    table = extproc.child("tls")
+    tls = ExtprocTls(
+        cert_file=table.get("cert_file", v.file_path, ""),
+        key_file=table.get("key_file", v.file_path, ""),
+        client_ca_file=table.get("client_ca_file", v.file_path, None),
+    )
+    if not isinstance(extproc.raw("tls"), dict):
+        return None
+    for key in ("cert_file", "key_file"):
+        if not table.given(key):
+            table.fault(key, "is missing", f'add {key} = "/PATH", in PEM')
+    return tls
 
 
 def _server(table: Table) -> Server:
@@ -210,7 +244,7 @@ def _refuse_clashes(listeners: Mapping[tuple[Table, str], Address]) -> None:
 
 
 def _upstreams(
-    root: Table, server: Server, environ: Mapping[str, str] | None
+    root: Table, server: Server, environ: Mapping[str, str] | None, *, is_foreign: bool
 ) -> dict[str, Upstream]:
     tables = root.children("upstream", "ID", v.name(RULE))
     if not root.raw("upstream") and root.fit("upstream"):
@@ -219,7 +253,9 @@ def _upstreams(
     upstreams = {id_: _upstream(id_, table, names) for id_, table in tables.items()}
     for id_, table in tables.items():
         _check_time(table, upstreams[id_], server)
-        if environ is not None:
+        if is_foreign:
+            _refuse_key(table)
+        elif environ is not None:
             _check_secret(table, upstreams[id_].api_key_env, environ)
     return upstreams
 
@@ -264,6 +300,16 @@ def _check_time(table: Table, upstream: Upstream, server: Server) -> None:
             f"with connect_timeout it comes to {longest_s:g}s, "
             f"over the {allowed_s:g}s of [server] request_timeout",
             "shorten it or raise request_timeout",
+        )
+
+
+def _refuse_key(table: Table) -> None:
+    # Whoever reaches the port could ask for it.
+    if table.given("api_key_env"):
+        table.fault(
+            "api_key_env",
+            "has no effect with [extproc] listen: the sidecar hands no key to another Envoy",
+            "remove it, and let that Envoy set the header",
         )
 
 

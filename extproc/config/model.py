@@ -156,6 +156,31 @@ class Tracing:
 
 
 @dataclass(frozen=True, slots=True)
+class ExtprocTls:
+    """Paths of PEM files; `client_ca_file` None: whoever reaches the port is served."""
+
+    cert_file: str
+    key_file: str
+    client_ca_file: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """The sidecar on TCP, for an Envoy that is not ours."""
+
+    listen: Address
+    tls: ExtprocTls | None = None
+    settle_s: float = 5.0
+    """After the signal to end: how long it goes on accepting, and says that it will not."""
+
+
+SERVE_ONLY = (
+    "[extproc] listen is for an Envoy that is there already: use pointsman serve, or remove the key"
+)
+"""Why there is nothing to render and no Envoy to start."""
+
+
+@dataclass(frozen=True, slots=True)
 class Encoder:
     """Which embedding model to run; `path` None: the default model, built once into the cache."""
 
@@ -237,6 +262,8 @@ class Config:
     health: Address | None = None
     """Where /healthz and /readyz answer besides `metrics`, and nothing else does; None: nowhere."""
     extproc_socket: str = DEFAULT_SOCKET
+    foreign: Foreign | None = None
+    """None: the sidecar serves our own Envoy, on `extproc_socket`."""
     circuit: CircuitPolicy = field(default_factory=CircuitPolicy)
     fallback: Fallback = Fallback()
     retry: Retry = Retry()

@@ -347,6 +347,15 @@ def socket_path(value: object) -> str:
     return path
 
 
+def file_path(value: object) -> str:
+    """The absolute path of a file that Envoy reads, or the sidecar."""
+    mend = 'write a path that begins with "/"'
+    path = _string(value, mend)
+    if not (path.startswith("/") and path.isprintable()):
+        raise Unfit(f"{quoted(path)} is not an absolute path", mend)
+    return path
+
+
 def log_target(value: object) -> str:
     """`off`, `stdout`, or the absolute path of a file that Envoy appends to."""
     mend = 'write "off", "stdout", or a path that begins with "/"'

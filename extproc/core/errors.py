@@ -107,7 +107,7 @@ UNSUPPORTED_ENCODING: Final = ErrorKind(
     "unsupported_content_encoding",
     415,
     _CLIENT,
-    "Send the body plain or with gzip content-encoding.",
+    "This content-encoding is not understood here; send the body plain.",
 )
 REQUEST_TOO_LARGE: Final = ErrorKind(
     "request_too_large", 413, _CLIENT, "The request body is over the limit of this gateway."

@@ -28,18 +28,14 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
 
 from extproc.config import Config
-from extproc.core import wire_names
+from extproc.core import rule, wire_names
 from extproc.core.errors import NO_UPSTREAM
 from extproc.envoyconf import parts
 from extproc.envoyconf.chain import rule_member_name
 
-MODEL: Final = "pointsman-rule"
-"""The `model` of a rule answer."""
-
 # JSON has no bare command, so the time takes the place of a value that no answer has.
 _CREATED: Final = -1
-_CHAT: Final = r"(/.*)?/chat/completions/?(\?.*)?"
-_COMPLETIONS: Final = r"(/.*)?/(completions|generate)/?(\?.*)?"
+_ID: Final = "%UNIQUE_ID%"
 
 
 def member(config: Config) -> Cluster:
@@ -66,20 +62,20 @@ def listener(config: Config) -> Listener:
                     domains=["*"],
                     response_headers_to_add=[
                         parts.header(wire_names.UPSTREAM, wire_names.RULE),
-                        parts.header(wire_names.MODEL, MODEL),
+                        parts.header(wire_names.MODEL, rule.MODEL),
                     ],
                     routes=[
                         *_answers(
                             config,
-                            paths=_CHAT,
-                            whole=_chat(text, key="message"),
-                            chunk=_chat(text, key="delta"),
+                            paths=rule.CHAT_PATHS,
+                            whole=rule.chat(text, id_=_ID, created=_CREATED),
+                            chunk=rule.chat(text, id_=_ID, created=_CREATED, chunk=True),
                         ),
                         *_answers(
                             config,
-                            paths=_COMPLETIONS,
-                            whole=_completion(text),
-                            chunk=_completion(text),
+                            paths=rule.COMPLETION_PATHS,
+                            whole=rule.completion(text, id_=_ID, created=_CREATED),
+                            chunk=rule.completion(text, id_=_ID, created=_CREATED),
                         ),
                         # No canned text passes for an embedding or a model list: an honest error.
                         Route(
@@ -104,37 +100,11 @@ def listener(config: Config) -> Listener:
     )
 
 
-def _chat(text: str, *, key: str) -> dict[str, Json]:
-    choice = {
-        "index": 0,
-        key: {"role": "assistant", "content": text},
-        "finish_reason": "stop",
-    }
-    kind = "chat.completion" if key == "message" else "chat.completion.chunk"
-    return _envelope(kind, "chatcmpl-", choice)
-
-
-def _completion(text: str) -> dict[str, Json]:
-    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": "stop"}
-    return _envelope("text_completion", "cmpl-", choice)
-
-
-def _envelope(kind: str, prefix: str, choice: dict[str, Json]) -> dict[str, Json]:
-    return {
-        "id": f"{prefix}%UNIQUE_ID%",
-        "object": kind,
-        "created": _CREATED,
-        "model": MODEL,
-        "choices": [choice],
-        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
-    }
-
-
 def _answers(
     config: Config, *, paths: str, whole: dict[str, Json], chunk: dict[str, Json]
 ) -> list[Route]:
     streamed = HeaderMatcher(name=wire_names.STREAM, string_match=StringMatcher(exact="true"))
-    events = f"data: {_formatted(chunk)}\n\ndata: [DONE]\n\n"
+    events = rule.events(_formatted(chunk))
     return [
         _direct(
             config, paths, [streamed], parts.text_body(events, content_type="text/event-stream")

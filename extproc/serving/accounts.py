@@ -44,8 +44,8 @@ class _NoBook:
         pass
 
 
-class AccessLog(wire.AccessLogServiceServicer):  # type: ignore[misc]  # generated without types
-    """Mutable state: how many log streams are open."""
+class Accounts:
+    """What a record of either kind changes: metrics, the gate, and who watches."""
 
     def __init__(
         self,
@@ -53,15 +53,36 @@ class AccessLog(wire.AccessLogServiceServicer):  # type: ignore[misc]  # generat
         metrics: Metrics,
         observer: Observer,
         upstream_names: dict[str, str],
-        book: Book | None = None,
         feed: Feed | None = None,
     ) -> None:
         """`upstream_names`: id -> name."""
         self._metrics = metrics
         self._observer = observer
         self._names = upstream_names
-        self._book = book or _NoBook()
         self._feed = feed or Feed()
+
+    def request_ended(self, record: RequestRecord) -> None:
+        self._metrics.request_ended(accounts.outcome(record), accounts.hops(record.attempts))
+        self._metrics.decided(record.route, record.reason)
+        self._observer.request_ended(record)
+        self._feed.request_ended(record)
+
+    def attempt_ended(self, record: AttemptRecord) -> None:
+        name = self._names.get(record.upstream)
+        if name is None:
+            return
+        if record.ended and not record.fail:
+            self._metrics.attempt_answered(name, record)
+        self._observer.attempt_ended(record)
+
+
+class AccessLog(wire.AccessLogServiceServicer):  # type: ignore[misc]  # generated without types
+    """Mutable state: how many log streams are open."""
+
+    def __init__(self, accounts: Accounts, *, metrics: Metrics, book: Book | None = None) -> None:
+        self._accounts = accounts
+        self._metrics = metrics
+        self._book = book or _NoBook()
         self._streams = 0
 
     async def StreamAccessLogs(  # noqa: N802  the method's name in the proto
@@ -74,28 +95,18 @@ class AccessLog(wire.AccessLogServiceServicer):  # type: ignore[misc]  # generat
                 name = wire.log_name(message) or name
                 for record in wire.decode_records(name, message):
                     self._book.record(record)
-                    if isinstance(record, RequestRecord):
-                        self._count_request(record)
-                    else:
-                        self._count_attempt(record)
+                    self._count(record)
                 self._book.batch_ended()
         finally:
             self._streams -= 1
             self._book.log_streams(self._streams)
         return wire.AccessLogResponse()
 
-    def _count_request(self, record: RequestRecord) -> None:
-        self._metrics.record_received(RecordKind.REQUEST)
-        self._metrics.request_ended(accounts.outcome(record), accounts.hops(record.attempts))
-        self._metrics.decided(record.route, record.reason)
-        self._observer.request_ended(record)
-        self._feed.request_ended(record)
-
-    def _count_attempt(self, record: AttemptRecord) -> None:
-        self._metrics.record_received(RecordKind.ATTEMPT if record.ended else RecordKind.INTERIM)
-        name = self._names.get(record.upstream)
-        if name is None:
-            return
-        if record.ended and not record.fail:
-            self._metrics.attempt_answered(name, record)
-        self._observer.attempt_ended(record)
+    def _count(self, record: RequestRecord | AttemptRecord) -> None:
+        if isinstance(record, RequestRecord):
+            self._metrics.record_received(RecordKind.REQUEST)
+            self._accounts.request_ended(record)
+        else:
+            kind = RecordKind.ATTEMPT if record.ended else RecordKind.INTERIM
+            self._metrics.record_received(kind)
+            self._accounts.attempt_ended(record)

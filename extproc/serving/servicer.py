@@ -41,35 +41,81 @@ class Gatekeeper(Protocol):
         ...
 
 
-class Processor(wire.ExternalProcessorServicer):  # type: ignore[misc]  # generated without types
-    """Holds no state of its own: one Exchange lives as long as its stream."""
+class Decider:
+    """Feeds an exchange with what arrives, and carries out what it asks for until it has decided.
+
+    `tell`, if there is one, learns of each decision.
+    """
 
     def __init__(
         self,
         *,
         plan: Plan,
         embed: Embed,
-        gate: Gatekeeper,
         metrics: Metrics,
         deadline_s: float,
-        passed_on: Callable[[], None] = lambda: None,
         tell: Tell | None = None,
     ) -> None:
-        """`passed_on` is told of each request that our own fault sent on undecided; `tell`, if there
-        is one, of each decision.
-        """
-        self._plan = plan
+        self.plan = plan
         self._embed = embed
-        self._gate = gate
         self._metrics = metrics
         self._deadline_s = deadline_s
-        self._passed_on = passed_on
         self._tell = tell
+
+    async def decide(
+        self, exchange: Exchange, message: Any, context: grpc.aio.ServicerContext
+    ) -> Continue | Respond | Forward | None:
+        """None: a phase that asks for nothing."""
+        loop = asyncio.get_running_loop()
+        started, begun = (
+            loop.time(),
+            time.perf_counter(),
+        )  # uvloop's clock counts whole milliseconds
+        event = wire.decode(message, self.plan.signals.headers)
+        if event is None:
+            return None
+        action = exchange.receive(event)
+        embedded: Embedded | Scored | NotEmbedded | None = None
+        back = started
+        if isinstance(action, NeedEmbedding):
+            embedded = await self._embed(action.text, started + self._deadline_s)
+            back = loop.time()
+            action = exchange.receive(embedded)
+        if isinstance(action, Continue):
+            return action
+        if self._tell is not None:
+            decided = _decided(action, started, loop.time(), embedded, back)
+            self._tell(tuple(context.invocation_metadata() or ()), decided)
+        if isinstance(action, Respond):
+            if action.code is not None:
+                self._metrics.rejected(action.code)
+            return action
+        assert isinstance(action, Forward)
+        self._metrics.decision_took(time.perf_counter() - begun)
+        return action
+
+
+class Processor(wire.ExternalProcessorServicer):  # type: ignore[misc]  # generated without types
+    """Holds no state of its own: one Exchange lives as long as its stream."""
+
+    def __init__(
+        self,
+        *,
+        decider: Decider,
+        gate: Gatekeeper,
+        metrics: Metrics,
+        passed_on: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`passed_on` is told of each request that our own fault sent on undecided."""
+        self._decider = decider
+        self._gate = gate
+        self._metrics = metrics
+        self._passed_on = passed_on
 
     async def Process(  # noqa: N802  the method's name in the proto
         self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[Any]:
-        exchange = Exchange(self._plan)
+        exchange = Exchange(self._decider.plan)
         undecided = False
         first: Any = None
         async for message in requests:
@@ -96,36 +142,17 @@ class Processor(wire.ExternalProcessorServicer):  # type: ignore[misc]  # genera
     async def _answer(
         self, exchange: Exchange, message: Any, context: grpc.aio.ServicerContext
     ) -> Any:
-        loop = asyncio.get_running_loop()
-        started, begun = (
-            loop.time(),
-            time.perf_counter(),
-        )  # uvloop's clock counts whole milliseconds
-        event = wire.decode(message, self._plan.signals.headers)
-        if event is None:
+        action = await self._decider.decide(exchange, message, context)
+        if action is None:
             return wire.pass_unchanged(message)
-        in_headers_phase = message.HasField("request_headers")
-        action = exchange.receive(event)
-        embedded: Embedded | Scored | NotEmbedded | None = None
-        back = started
-        if isinstance(action, NeedEmbedding):
-            embedded = await self._embed(action.text, started + self._deadline_s)
-            back = loop.time()
-            action = exchange.receive(embedded)
         if isinstance(action, Continue):
             return wire.CONTINUE
-        if self._tell is not None:
-            decided = _decided(action, started, loop.time(), embedded, back)
-            self._tell(tuple(context.invocation_metadata() or ()), decided)
         if isinstance(action, Respond):
-            if action.code is not None:
-                self._metrics.rejected(action.code)
             return wire.encode_respond(action)
-        assert isinstance(action, Forward)
         skip, admission = self._gate.admit(action.chain.upstreams)
-        self._metrics.decision_took(time.perf_counter() - begun)
         return wire.encode_mutation(
-            action.mutation(skip=skip, admission=admission), in_headers_phase=in_headers_phase
+            action.mutation(skip=skip, admission=admission),
+            in_headers_phase=message.HasField("request_headers"),
         )
 
 

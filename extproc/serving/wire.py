@@ -6,12 +6,13 @@ each message gets exactly one reply.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import grpc
 from envoy.config.core.v3 import base_pb2
 from envoy.data.accesslog.v3 import accesslog_pb2
+from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ext_proc_grpc
@@ -19,6 +20,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ext_proc_gr
 from extproc.core import wire_names
 from extproc.core.accounts import AttemptRecord, RequestRecord
 from extproc.core.exchange import Event, Mutation, RequestBody, RequestHeaders, Respond
+from extproc.core.foreign import Answer, Reply
 
 ProcessingRequest = ext_proc.ProcessingRequest
 ProcessingResponse = ext_proc.ProcessingResponse
@@ -34,11 +36,33 @@ _METHODS: Final = {
     **{number: name for name, number in base_pb2.RequestMethod.items() if number},
 }
 _MAX_TOKENS: Final = 100_000_000
+_DETAILS: Final = "response.code_details"
+_BODY_MODES: Final = processing_mode_pb2.ProcessingMode.BodySendMode
+
+
+# grpc.health.v1, spelt out: one message with one number, for ever, and no package for it.
+_HEALTH: Final = "grpc.health.v1.Health"
+_SERVING: Final = b"\x08\x01"
+_NOT_SERVING: Final = b"\x08\x02"
 
 
 def add_servicers(server: grpc.aio.Server, *, processor: Any, access_log: Any) -> None:
-    ext_proc_grpc.add_ExternalProcessorServicer_to_server(processor, server)
+    add_processor(server, processor)
     als_pb2_grpc.add_AccessLogServiceServicer_to_server(access_log, server)
+
+
+def add_processor(server: grpc.aio.Server, processor: Any) -> None:
+    ext_proc_grpc.add_ExternalProcessorServicer_to_server(processor, server)
+
+
+def add_health(server: grpc.aio.Server, is_serving: Callable[[], bool]) -> None:
+    """The standard health service, `Check` alone: what Envoy and kubelets ask."""
+
+    async def check(_request: bytes, _context: Any) -> bytes:
+        return _SERVING if is_serving() else _NOT_SERVING
+
+    handlers = {"Check": grpc.unary_unary_rpc_method_handler(check)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_HEALTH, handlers),))
 
 
 def decode(message: Any, named: frozenset[str] = frozenset()) -> Event | None:
@@ -78,6 +102,15 @@ def request_id(message: Any) -> str:
     return ""
 
 
+def head(message: Any) -> tuple[str, str, str]:
+    """Method, path and request id of a message of headers."""
+    found = dict.fromkeys((":method", ":path", "x-request-id"), "")
+    for header in message.request_headers.headers.headers:
+        if header.key in found:
+            found[header.key] = str(header.raw_value.decode("latin-1") or header.value)
+    return found[":method"], found[":path"], found["x-request-id"]
+
+
 def continue_headers() -> Any:
     return ProcessingResponse(request_headers=ext_proc.HeadersResponse())
 
@@ -86,9 +119,11 @@ def continue_headers() -> Any:
 CONTINUE: Final = continue_headers()
 
 
-def encode_mutation(mutation: Mutation, *, in_headers_phase: bool) -> Any:
+def encode_mutation(
+    mutation: Mutation, *, in_headers_phase: bool, remove: Iterable[str] = ()
+) -> Any:
     common = ext_proc.CommonResponse(
-        header_mutation=_header_mutation(mutation.headers.items()),
+        header_mutation=_header_mutation(mutation.headers.items(), remove),
         clear_route_cache=True,
     )
     if mutation.body is not None:
@@ -98,7 +133,13 @@ def encode_mutation(mutation: Mutation, *, in_headers_phase: bool) -> Any:
     return ProcessingResponse(request_body=ext_proc.BodyResponse(response=common))
 
 
-def encode_respond(respond: Respond) -> Any:
+def encode_told(headers: Mapping[str, str], remove: Iterable[str] = ()) -> Any:
+    """The reply to an answer's headers: these are added, those removed."""
+    common = ext_proc.CommonResponse(header_mutation=_header_mutation(headers.items(), remove))
+    return ProcessingResponse(response_headers=ext_proc.HeadersResponse(response=common))
+
+
+def encode_respond(respond: Respond | Reply) -> Any:
     response = ext_proc.ImmediateResponse(
         headers=_header_mutation(respond.headers.items()),
         body=respond.body,
@@ -131,16 +172,48 @@ def begins_stream(message: Any) -> bool:
     )
 
 
-def _header_mutation(headers: Iterable[tuple[str, str]]) -> Any:
+def _header_mutation(headers: Iterable[tuple[str, str]], remove: Iterable[str] = ()) -> Any:
     return ext_proc.HeaderMutation(
+        remove_headers=remove,
         set_headers=[
             base_pb2.HeaderValueOption(
                 header=base_pb2.HeaderValue(key=key, raw_value=value.encode()),
                 append_action=_OVERWRITE,
             )
             for key, value in headers
-        ]
+        ],
     )
+
+
+def spoofed(message: Any) -> tuple[str, ...]:
+    """Names of the headers in our name that a message of headers brings."""
+    part = getattr(message, message.WhichOneof("request"))
+    return tuple(
+        {each.key for each in part.headers.headers if each.key.startswith(wire_names.PREFIX)}
+    )
+
+
+def body_mode(message: Any) -> str:
+    """How that Envoy sends request bodies; "" unless this is a stream's first message and tells."""
+    if not message.HasField("protocol_config"):
+        return ""
+    return str(_BODY_MODES.Name(message.protocol_config.request_body_mode))
+
+
+def decode_answer(message: Any) -> Answer:
+    """Of the headers of a response."""
+    status, is_stream = 0, False
+    for header in message.response_headers.headers.headers:
+        value = header.raw_value or header.value.encode()
+        if header.key == ":status":
+            status = int(value) if value.isdigit() else 0
+        elif header.key == "content-type":
+            is_stream = value.lower().startswith(b"text/event-stream")
+    details = ""
+    for told in message.attributes.values():
+        if _DETAILS in told.fields:
+            details = str(told.fields[_DETAILS].string_value)
+    return Answer(status, details, is_stream)
 
 
 def log_name(message: Any) -> str | None:

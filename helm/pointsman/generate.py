@@ -67,8 +67,8 @@ _SPECIAL: Final[dict[tuple[str, str], Schema]] = {
     },
     ("[[route]]", "has"): {"type": "array", "items": {"enum": [str(each) for each in Content]}},
 }
-_WITHHELD: Final = {"[extproc]"}
-"""The chart places the socket."""
+_WITHHELD: Final = {"[extproc]", "[extproc.tls]"}
+"""The chart places the socket, or the port."""
 _RANGE: Final = re.compile(r"\b(\d+) to (\d+)\b")
 
 

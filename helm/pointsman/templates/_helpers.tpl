@@ -58,6 +58,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- $_ := set $needed.metrics "envoy_listen" "0.0.0.0:9466" -}}
 {{- end -}}
 {{- end -}}
+{{- if eq .Values.mode "extproc" -}}
+{{- $needed = omit $needed "server" | mergeOverwrite (include "pointsman.extprocConfig" . | fromJson) -}}
+{{- end -}}
 {{- $given := .Values.config -}}
 {{- if include "pointsman.isDemo" . -}}
 {{- $given = .Files.Get "files/demo.json" | fromJson -}}
@@ -94,6 +97,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if and .Values.podMonitor.enabled .Values.podMonitor.envoy (regexMatch $loopback $config.metrics.envoy_listen) -}}
 {{- fail (printf "podMonitor.envoy is true, and config.metrics.envoy_listen is %s, which Prometheus cannot reach: leave it out" $config.metrics.envoy_listen) -}}
 {{- end -}}
+{{- include "pointsman.refuseExtproc" (dict "root" . "config" $config) -}}
 {{- if and .Values.nativeSidecar (semverCompare "<1.29.0-0" .Capabilities.KubeVersion.Version) -}}
 {{- fail (printf "nativeSidecar needs Kubernetes 1.29, and this is %s: leave it out" .Capabilities.KubeVersion.Version) -}}
 {{- end -}}

@@ -33,6 +33,10 @@ seccompProfile: {type: RuntimeDefault}
 # The socket, Envoy's bootstrap, and the mark that a drain is on.
 - name: pointsman-run
   emptyDir: {medium: Memory, sizeLimit: 32Mi}
+{{- if and (eq .Values.mode "extproc") .Values.extproc.tlsSecret }}
+- name: pointsman-tls
+  secret: {secretName: {{ .Values.extproc.tlsSecret | quote }}, defaultMode: 0444}
+{{- end }}
 {{- end -}}
 
 {{/* A changed configuration rolls the pods, and so does a changed Secret, where Helm may read it. */}}
@@ -49,6 +53,7 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
 {{- end -}}
 
 {{- define "pointsman.initContainers" -}}
+{{- $extproc := eq .Values.mode "extproc" -}}
 # The configuration is checked, and Envoy's bootstrap rendered from it, by the version that will serve it.
 - name: pointsman-render
   image: {{ include "pointsman.image" (dict "image" .Values.image "tag" .Chart.AppVersion) }}
@@ -57,7 +62,9 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
   args:
     - |-
       pointsman check /etc/pointsman/pointsman.toml
+      {{- if not $extproc }}
       pointsman render /etc/pointsman/pointsman.toml > /run/pointsman/envoy.yaml
+      {{- end }}
   {{- with include "pointsman.env" . }}
   env:
     {{- . | nindent 4 }}
@@ -70,17 +77,20 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
   volumeMounts:
     - {name: pointsman-config, mountPath: /etc/pointsman, readOnly: true}
     - {name: pointsman-run, mountPath: /run/pointsman}
-{{- if .Values.nativeSidecar }}
+{{- if and .Values.nativeSidecar (not $extproc) }}
 {{ include "pointsman.sidecar" . }}
   restartPolicy: Always
 {{- end }}
 {{- end -}}
 
 {{- define "pointsman.containers" -}}
-{{- if not .Values.nativeSidecar }}
+{{- $extproc := eq .Values.mode "extproc" -}}
+{{- if or $extproc (not .Values.nativeSidecar) }}
 {{- include "pointsman.sidecar" . }}
 {{ end }}
+{{- if not $extproc }}
 {{- include "pointsman.envoy" . }}
+{{- end }}
 {{- if include "pointsman.isDemo" . }}
 {{ include "pointsman.demo" . }}
 {{- end }}
@@ -162,6 +172,9 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
     {{- end }}
   {{- end }}
   ports:
+    {{- if eq .Values.mode "extproc" }}
+    - {name: grpc, containerPort: {{ .Values.extproc.port }}}
+    {{- end }}
     - {name: health, containerPort: {{ include "pointsman.port" (dict "config" $config "of" "health") }}}
     {{- if .Values.podMonitor.enabled }}
     - {name: metrics, containerPort: {{ include "pointsman.port" (dict "config" $config "of" "metrics") }}}
@@ -183,7 +196,7 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
     periodSeconds: 10
     timeoutSeconds: 5
     failureThreshold: 3
-  {{- if not .Values.nativeSidecar }}
+  {{- if not (or .Values.nativeSidecar (eq .Values.mode "extproc")) }}
   # Both hooks begin at once; a drain that is on is waited for, or its last requests would go undecided.
   lifecycle:
     preStop:
@@ -197,6 +210,9 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
   volumeMounts:
     - {name: pointsman-config, mountPath: /etc/pointsman, readOnly: true}
     - {name: pointsman-run, mountPath: /run/pointsman}
+    {{- if and (eq .Values.mode "extproc") .Values.extproc.tlsSecret }}
+    - {name: pointsman-tls, mountPath: /etc/pointsman-tls, readOnly: true}
+    {{- end }}
     {{- with .Values.sidecar.extraVolumeMounts }}
     {{- toYaml . | nindent 4 }}
     {{- end }}

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from extproc.config import parse
 
-VALUES = {"default": {}, "minimal": values_of("minimal"), "full": values_of("full")}
+OTHERS = ("extproc-envoy-gateway", "extproc-istio")
+VALUES = {"default": {}} | {name: values_of(name) for name in ("minimal", "full", *OTHERS)}
 UPSTREAM = {"base_url": "http://x.example", "model": "m"}
 
 
@@ -54,6 +55,7 @@ def pods(manifests):
 def test_every_pod_meets_the_restricted_standard(helm, values):
     """https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted"""
     volumes = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim"}
+    volumes |= {"projected", "secret"}
     for pod in pods(helm.manifests(values=values)):
         assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
         assert pod["automountServiceAccountToken"] is False
@@ -292,6 +294,7 @@ OURS = (
     "no kubelet",
     "Prometheus cannot",
     "needs Kubernetes",
+    "extproc needs a config",
 )
 
 

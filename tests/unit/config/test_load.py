@@ -11,9 +11,11 @@ from extproc.config import (
     Chain,
     Config,
     ConfigError,
+    ExtprocTls,
     Fallback,
     FallbackMode,
     Fault,
+    Foreign,
     Route,
     Router,
     Server,
@@ -321,3 +323,21 @@ def test_config_survives_the_way_to_a_worker():
     assert pickle.loads(pickle.dumps(config)) == config
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.admin = config.metrics
+
+
+def test_another_envoy_has_listeners_of_its_own():
+    config = good(
+        """
+[extproc]
+listen = ":8080"
+settle = "0s"
+[extproc.tls]
+cert_file = "/tls/tls.crt"
+key_file = "/tls/tls.key"
+[upstream.x]
+base_url = "http://x.example"
+model = "m"
+"""
+    )
+    tls = ExtprocTls("/tls/tls.crt", "/tls/tls.key")
+    assert config.foreign == Foreign(Address("0.0.0.0", 8080), tls, 0.0)

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from extproc.core.accounts import AttemptRecord, RequestRecord
 from extproc.metrics import Metrics
 from extproc.serving import wire
-from extproc.serving.accounts import AccessLog
+from extproc.serving.accounts import AccessLog, Accounts
 
 
 class Seen:
@@ -21,16 +21,15 @@ class Seen:
         self.attempts: list[AttemptRecord] = []
         self.requests: list[RequestRecord] = []
         self.registry = CollectorRegistry()
-        log = AccessLog(
-            metrics=Metrics(
-                self.registry,
-                fallback_metric="model_fallback_total",
-                routes=["code"],
-                upstream_names=["vllm-a", "vllm-b", "rule"],
-            ),
-            observer=self,
-            upstream_names={"a": "vllm-a", "b": "vllm-b"},
+        metrics = Metrics(
+            self.registry,
+            fallback_metric="model_fallback_total",
+            routes=["code"],
+            upstream_names=["vllm-a", "vllm-b", "rule"],
         )
+        names = {"a": "vllm-a", "b": "vllm-b"}
+        accounts = Accounts(metrics=metrics, observer=self, upstream_names=names)
+        log = AccessLog(accounts, metrics=metrics)
 
         async def stream() -> AsyncIterator[Any]:
             for message in messages:

@@ -16,7 +16,7 @@ from extproc.core.exchange import Plan
 from extproc.core.routing import RouteRule
 from extproc.metrics import Metrics
 from extproc.serving import wire
-from extproc.serving.servicer import Processor
+from extproc.serving.servicer import Decider, Processor
 
 DEADLINE_S = 0.15
 NOW_S = 5000.0
@@ -53,18 +53,16 @@ class Sidecar:
         self.registry = CollectorRegistry()
         self.embed = FakeEmbedder(answers or {})
         self.gate = gate or FakeGate()
-        self.processor = Processor(
-            plan=plan or make_plan(),
-            embed=self.embed,
-            gate=self.gate,
-            metrics=Metrics(
-                self.registry,
-                fallback_metric="model_fallback_total",
-                routes=["code"],
-                upstream_names=[],
-            ),
-            deadline_s=DEADLINE_S,
+        metrics = Metrics(
+            self.registry,
+            fallback_metric="model_fallback_total",
+            routes=["code"],
+            upstream_names=[],
         )
+        self.decider = Decider(
+            plan=plan or make_plan(), embed=self.embed, metrics=metrics, deadline_s=DEADLINE_S
+        )
+        self.processor = Processor(decider=self.decider, gate=self.gate, metrics=metrics)
 
     def count(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(name, labels) or 0.0
@@ -276,7 +274,7 @@ def test_client_that_leaves_while_its_prompt_waits_is_no_fault() -> None:
             waiting.set()
             await asyncio.Event().wait()
 
-        sidecar.processor._embed = never
+        sidecar.decider._embed = never
 
         async def consume() -> None:
             async for _ in sidecar.processor.Process(stream(post(), body(**ASK)), None):
