@@ -15,12 +15,7 @@ import sentencepiece
 from numpy.typing import NDArray
 
 from extproc.embedding.model import ModelError, ModelFiles
-from extproc.embedding.text import bound, lines, paragraphs
-
-MAX_TOKENS: Final = 256
-"""Up to here a text is one vector."""
-END_TOKENS: Final = 128
-"""Beyond, each end of it is a vector of at most so many tokens."""
+from extproc.embedding.text import END_TOKENS, MAX_TOKENS, bound, lines, paragraphs
 
 _INPUTS: Final = {"input_ids", "attention_mask"}
 _LOG_ERRORS_ONLY: Final = 3
