@@ -1,4 +1,4 @@
-"""Wires the sidecar: model, workers, plan, gate, gRPC server, admin listener; runs it until a signal."""
+"""Wires the sidecar: encoder, plan, gate, gRPC server, admin listener; runs it until a signal."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
+from extproc.app.embedding import Embedding, Learned, running_embedding
 from extproc.app.judge import (
-    EmbedFully,
     Encodes,
     Judge,
     build_static,
@@ -28,9 +26,7 @@ from extproc.app.judge import (
 from extproc.config import Config, Route, UnknownModel, route_chain, upstream_chain
 from extproc.core.cache import DecisionCache, routes_version
 from extproc.core.circuit import GateBank
-from extproc.core.errors import RouteReason
-from extproc.core.exchange import ChainPlan, Embedded, NotEmbedded, Plan
-from extproc.core.fast import Utterances
+from extproc.core.exchange import ChainPlan, Plan
 from extproc.core.routing import (
     ModelDirectory,
     RouteRule,
@@ -39,10 +35,7 @@ from extproc.core.routing import (
 )
 from extproc.core.signals import SignalTable
 from extproc.core.wire_names import EXPLICIT_ROUTE, RULE
-from extproc.embedding.cores import default_workers
-from extproc.embedding.model import default_cache_dir, ensure_model
-from extproc.embedding.pool import NotEmbedded as PoolNotEmbedded
-from extproc.embedding.pool import Pool, PoolEvents
+from extproc.embedding.model import default_cache_dir
 from extproc.metrics import Metrics
 from extproc.serving.accounts import AccessLog
 from extproc.serving.admin import AdminServer, Health
@@ -111,7 +104,10 @@ async def running_sidecar(
     beat = asyncio.create_task(_beat(health))
     fast = asyncio.create_task(_open_static(config))  # while the workers load their model
     try:
-        async with running_embedding(config, metrics, progress=progress) as embedding:
+        async with running_embedding(
+            config, metrics, progress=progress, required=False
+        ) as embedding:
+            health.condition = embedding.condition
             gate = Gate(
                 GateBank(
                     config.circuit,
@@ -127,7 +123,11 @@ async def running_sidecar(
             )
             tracing = _traces(config)
             plan = compile_plan(config, embedding.utterances)
-            judge = await _judge(config, embedding, plan, metrics, encoder=await fast)
+            judge = _judge(config, embedding, plan, metrics)
+            changed = _follow(config, embedding, judge)
+            encoder = await fast
+            if encoder is not None:
+                await _lend(judge, encoder, config, embedding)
             reconciler = Reconciler(
                 path=config.extproc_socket + LEDGER_SUFFIX,
                 admin_url=config.admin.url,
@@ -156,7 +156,8 @@ async def running_sidecar(
             await server.start()
             reconciler.start()
             health.ready = True
-            late = asyncio.create_task(_supply(config, embedding, judge))  # the cores are free now
+            # The cores are free now.
+            late = asyncio.create_task(_supply(config, embedding, judge, changed, encoder=encoder))
             try:
                 yield registry
             finally:
@@ -185,8 +186,8 @@ def _traces(config: Config) -> Traces | None:
     return Traces(endpoint=config.tracing.endpoint, clock=asyncio.get_running_loop().time)
 
 
-def compile_plan(config: Config, vectors: Mapping[str, Vectors]) -> Plan:
-    """`vectors`: the embedded utterances of each route that has any."""
+def compile_plan(config: Config, vectors: Mapping[str, Vectors] | None) -> Plan:
+    """`vectors`: the embedded utterances of each route that has any; None: not known yet."""
     chains = {
         chain.name: ChainPlan(
             chain.name,
@@ -226,57 +227,6 @@ def _rule(route: Route) -> RouteRule:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Embedding:
-    """What the router needs of the model: vectors for prompts, and those of the utterances."""
-
-    embed: EmbedFully
-    utterances: Mapping[str, Vectors]
-    each: Utterances
-    """The same, utterance by utterance."""
-    digest: str
-
-
-@asynccontextmanager
-async def running_embedding(
-    config: Config, events: PoolEvents, *, progress: Callable[[str], None]
-) -> AsyncIterator[Embedding]:
-    """The workers, warm, and the routes' utterances; no worker where no route has utterances."""
-    routes = [route for route in config.routes if route.utterances]
-    if not routes:
-        yield Embedding(_no_model, {}, {}, "")
-        return
-    files = ensure_model(
-        config.router.encoder.path, cache_dir=default_cache_dir(os.environ), progress=progress
-    )
-    workers = config.router.workers or default_workers()
-    pool = Pool(files, workers=workers, queue=config.router.queue, events=events)
-    await pool.start()
-    try:
-        texts = [text for route in routes for text in route.utterances]
-        vectors = iter(await pool.embed_many(texts))
-        each = {route.name: [next(vectors) for _ in route.utterances] for route in routes}
-        # A long utterance has two vectors; both stand for it.
-        utterances = {route: np.concatenate(own) for route, own in each.items()}
-        progress(
-            f"{workers} worker(s) warm, {len(texts)} utterances of {len(routes)} routes embedded"
-        )
-
-        async def embed(text: str, deadline: float) -> Embedded | NotEmbedded:
-            result = await pool.embed(text, deadline=deadline)
-            if isinstance(result, PoolNotEmbedded):
-                return NotEmbedded(result.reason)
-            return Embedded(result.vectors, result.wait_s, result.embed_s)
-
-        yield Embedding(embed, utterances, each, files.digest)
-    finally:
-        await pool.aclose()
-
-
-async def _no_model(_text: str, _deadline: float) -> Embedded | NotEmbedded:
-    return NotEmbedded(RouteReason.DEGRADED_WORKER)
-
-
 # --- the static encoder: there from the start, or once it is built ------------------------------------
 
 
@@ -290,26 +240,32 @@ async def _open_static(config: Config) -> Encodes | None:
     return await asyncio.to_thread(open_static, default_cache_dir(os.environ))
 
 
-async def _judge(
-    config: Config,
-    embedding: Embedding,
-    plan: Plan,
-    metrics: Metrics,
-    *,
-    encoder: Encodes | None,
-) -> Judge:
-    capacity = config.router.cache
-    version = routes_version(_scored_rules(config), embedding.digest)
-    judge = Judge(
+def _judge(config: Config, embedding: Embedding, plan: Plan, metrics: Metrics) -> Judge:
+    return Judge(
         embedding.embed,
         plan.index,
         metrics,
         cascade=config.router.cascade,
-        cache=DecisionCache(capacity, version) if capacity else None,
+        cache=_cache(config, embedding.learned) if embedding.learned else None,
     )
-    if encoder is not None:
-        await _lend(judge, encoder, config, embedding)
-    return judge
+
+
+def _follow(config: Config, embedding: Embedding, judge: Judge) -> asyncio.Event:
+    """Have the judge know what a service says of the utterances later on; set then."""
+    changed = asyncio.Event()
+
+    def learned(news: Learned) -> None:
+        judge.know(SemanticIndex(_scored_rules(config), news.vectors), _cache(config, news))
+        changed.set()
+
+    embedding.follow(learned)
+    return changed
+
+
+def _cache(config: Config, learned: Learned) -> DecisionCache | None:
+    capacity = config.router.cache
+    version = routes_version(_scored_rules(config), learned.digest)
+    return DecisionCache(capacity, version) if capacity else None
 
 
 async def _lend(judge: Judge, encoder: Encodes, config: Config, embedding: Embedding) -> None:
@@ -317,13 +273,26 @@ async def _lend(judge: Judge, encoder: Encodes, config: Config, embedding: Embed
     judge.use(await asyncio.to_thread(fit_fast_tier, encoder, rules, embedding.each))
 
 
-async def _supply(config: Config, embedding: Embedding, judge: Judge) -> None:
-    """Build what the cache does not hold yet, without taking time from requests."""
-    if judge.has_fast_tier or not embedding.each:
+async def _supply(
+    config: Config,
+    embedding: Embedding,
+    judge: Judge,
+    changed: asyncio.Event,
+    *,
+    encoder: Encodes | None,
+) -> None:
+    """The static encoder where the cache does not hold it yet, built without taking time from requests;
+    and its fit, whenever the utterances' vectors have `changed`.
+    """
+    if not _scored_rules(config):
         return
     try:
-        encoder = await build_static(default_cache_dir(os.environ))
-        if encoder is not None:
+        if encoder is None:
+            encoder = await build_static(default_cache_dir(os.environ))
+            changed.set()
+        while encoder is not None:
+            await changed.wait()
+            changed.clear()
             await _lend(judge, encoder, config, embedding)
     except Exception:  # noqa: BLE001  the task's boundary: without it, overload is only worse-informed
         _log.exception("no static encoder")
