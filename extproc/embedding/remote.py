@@ -41,9 +41,13 @@ COOLDOWN_S: Final = 2.0
 """Short, because a trial costs nobody anything."""
 _ROUND_S: Final = COOLDOWN_S + 0.05
 """Then the cooldown is over, however coarse the clock."""
-_POLICY: Final = CircuitPolicy(
-    failure_threshold=5, window_s=10.0, cooldown_s=COOLDOWN_S, half_open_max_requests=1
-)
+_IN_A_ROW: Final = 5
+"""Failures without a success between them before the service is left alone. A window, which a success
+does not empty, would close on any service that is late once in a thousand calls."""
+_POLICY: Final = CircuitPolicy(failure_threshold=1, cooldown_s=COOLDOWN_S, half_open_max_requests=1)
+_STALL_S: Final = 0.03
+"""A timeout that comes later than this after its time tells of our own loop: it stood still, and the
+answer may lie unread."""
 _COUNTED: Final = FallbackReason.SERVER_ERROR
 """What the circuit is told of every failure that counts; it asks no further."""
 _ID: Final = "service"
@@ -91,7 +95,8 @@ class Limits:
 class Remote:
     """Mutable, and only from the event loop: `_line`, `_calls` in flight, `_known` (what the utterances'
     vectors are, None while that is not known), `_generation` (of `_known`), the circuit in `_bank`,
-    `_failure` (the last one, None once all is well), `_pumping`, and the running means `_call_s` and
+    `_failure` (the last one, None once all is well), `_row` and `_failed_at` (failures since the last
+    success, and when the last of them was known), `_pumping`, and the running means `_call_s` and
     `_share` (of a full call, that an entry takes).
     """
 
@@ -118,6 +123,8 @@ class Remote:
         self._generation = 0
         self._bank = GateBank(_POLICY, {_ID: limits.deadline_s + COOLDOWN_S}, run="1")
         self._failure: Failure | None = None
+        self._row = 0
+        self._failed_at = 0.0
         self._pumping = False
         self._call_s = 0.0
         self._share = 0.0
@@ -224,8 +231,9 @@ class Remote:
                 if result.fault is Fault.TIMEOUT:
                     outcome = LATE
                     self._call_s = running_mean(self._call_s, taken_s)
-                self._failed(result, ticket)
+                self._failed(result, ticket, began)
             elif generation == self._generation and self._fits_known(result):
+                self._row = 0
                 self._call_s = running_mean(self._call_s, taken_s)
                 self._deal(entries, result, taken_s)
         finally:
@@ -242,14 +250,23 @@ class Remote:
 
     # --- what goes wrong -----------------------------------------------------------------------------
 
-    def _failed(self, failure: Failure, ticket: Ticket) -> None:
+    def _failed(
+        self, failure: Failure, ticket: Ticket, began: float, *, trial: bool = False
+    ) -> None:
         self._count(failure)
         _log.warning("embedding service: %s: %s", failure.fault, failure.words)
-        if failure.fault is Fault.REFUSED:
+        now = self._loop.time()
+        stalled = (
+            failure.fault is Fault.TIMEOUT and now - began > self._limits.deadline_s + _STALL_S
+        )
+        if failure.fault is Fault.REFUSED or (stalled and not trial):
             # One text that it does not take must not keep out the others.
             self._bank.abandoned(_ID, ticket)
             return
-        if self._bank.failed(_ID, _COUNTED, ticket, self._loop.time()):
+        if began >= self._failed_at:  # calls in flight together fail for one reason, together
+            self._row += 1
+            self._failed_at = now
+        if (trial or self._row >= _IN_A_ROW) and self._bank.failed(_ID, _COUNTED, ticket, now):
             _log.warning("embedding service: left alone until a trial succeeds")
             self._degrade()
 
@@ -314,15 +331,17 @@ class Remote:
         known = self._known
         assert known is not None
         was_ready = self._ready()
-        ticket = self._bank.admit((_ID,), self._loop.time()).ticket
+        began = self._loop.time()
+        ticket = self._bank.admit((_ID,), began).ticket
         result = await self._service.embed(
             self._utterances[0].inputs, timeout_s=self._limits.deadline_s
         )
         if self._known is not known:
             self._bank.abandoned(_ID, ticket)
         elif isinstance(result, Failure):
-            self._failed(result, ticket)
+            self._failed(result, ticket, began, trial=not was_ready)
         elif self._fits_known(result):
+            self._row = 0
             cosine = float((result * known[0]).sum(axis=1).min())
             if cosine < _SAME_COSINE:
                 self._forget(f"a known text has another vector (cosine {cosine:.2f})")
@@ -366,6 +385,7 @@ class Remote:
             self._count(failures[0])
             return
         self._known = known
+        self._row = 0
         # Trials begin anew: all of these calls succeeded.
         self._bank = GateBank(
             _POLICY, {_ID: self._limits.deadline_s + COOLDOWN_S}, run=str(self._generation + 1)

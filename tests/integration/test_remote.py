@@ -243,7 +243,7 @@ def test_fault_is_named_costs_nobody_an_answer_and_ends_with_its_cause(
     service, kind, cause, caplog
 ):
     async def steps():
-        async with running(config(service)) as lab:
+        async with running(config(service, deadline_s=0.1)) as lab:
             await service.fault(kind)
             outcomes, longest_s = await lab.load(seconds=1.5)
             assert all(isinstance(each, Embedded | NotEmbedded) for each in outcomes)
@@ -297,7 +297,7 @@ def test_other_model_is_noticed_and_learned(service):
 
 def test_frozen_service_then_thawed(service):
     async def steps():
-        async with running(config(service)) as lab:
+        async with running(config(service, deadline_s=0.1)) as lab:
             service.freeze()
             try:
                 outcomes, longest_s = await lab.load(seconds=1.5)

@@ -361,6 +361,46 @@ def test_failures_in_a_row_open_the_circuit_and_then_nobody_waits(scenario):
     scenario(steps)
 
 
+def test_calls_in_flight_together_fail_for_one_reason(scenario):
+    async def steps(lab):
+        for _ in range(4):
+            for text in "abcd":
+                lab.submit(text)
+                await lab.settle()
+            assert len(lab.calls) % 4 == 0
+            await lab.after(DEADLINE_S)
+        assert lab.events.faults == [Fault.TIMEOUT] * 16
+        assert lab.remote.condition == ""
+        lab.submit("e")
+        await lab.after(DEADLINE_S)
+        assert lab.remote.condition == "timeout"
+
+    scenario(steps, concurrency=4)
+
+
+def test_success_between_failures_keeps_the_circuit_closed(scenario):
+    async def steps(lab):
+        for _ in range(5):
+            await lab.fail(4)
+            lab.service.result = vectors
+            assert isinstance(await lab.submit(), Embedded)
+
+    scenario(steps)
+
+
+def test_timeout_that_our_own_loop_came_late_to_is_no_failure_of_the_service(scenario):
+    async def steps(lab):
+        for _ in range(10):
+            asked = lab.submit()
+            await lab.settle()
+            lab.loop.now_s += 0.2  # as if something else had kept the loop
+            assert await asked == LATE
+        assert lab.events.faults == [Fault.TIMEOUT] * 10
+        assert lab.remote.condition == ""
+
+    scenario(steps)
+
+
 def test_those_that_wait_are_told_when_the_circuit_opens(scenario):
     async def steps(lab):
         await lab.fail(4)
