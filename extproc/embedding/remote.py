@@ -121,7 +121,7 @@ class Remote:
         self._calls: set[asyncio.Task[None]] = set()
         self._known: list[Vectors] | None = None
         self._generation = 0
-        self._bank = GateBank(_POLICY, {_ID: limits.deadline_s + COOLDOWN_S}, run="1")
+        self._bank = _new_bank(limits, self._generation)
         self._failure: Failure | None = None
         self._row = 0
         self._failed_at = 0.0
@@ -260,7 +260,7 @@ class Remote:
             failure.fault is Fault.TIMEOUT and now - began > self._limits.deadline_s + _STALL_S
         )
         if failure.fault is Fault.REFUSED or (stalled and not trial):
-            # One text that it does not take must not keep out the others.
+            # A text that it does not take must not keep out the others; nor must our own stall.
             self._bank.abandoned(_ID, ticket)
             return
         if began >= self._failed_at:  # calls in flight together fail for one reason, together
@@ -384,15 +384,17 @@ class Remote:
         if failures:
             self._count(failures[0])
             return
-        self._known = known
-        self._row = 0
-        # Trials begin anew: all of these calls succeeded.
-        self._bank = GateBank(
-            _POLICY, {_ID: self._limits.deadline_s + COOLDOWN_S}, run=str(self._generation + 1)
-        )
         self._learned(known, self._generation)
+        # All of these calls succeeded: the circuit begins anew, and old tickets mean nothing to it.
+        self._bank = _new_bank(self._limits, self._generation)
+        self._row = 0
+        self._known = known
         self._failure = None
         self._events.service_ready(ready=True)
+
+
+def _new_bank(limits: Limits, generation: int) -> GateBank:
+    return GateBank(_POLICY, {_ID: limits.deadline_s + COOLDOWN_S}, run=str(generation))
 
 
 def _report(task: asyncio.Task[None]) -> None:

@@ -461,36 +461,63 @@ def test_commands_ask_the_service(service, away, tmp_path):
     assert away.url in dead.stderr
 
 
+async def reason_for(running, text):
+    body = {"model": "auto", "messages": [{"role": "user", "content": text}]}
+    answer = await running.chat(body)
+    assert answer.status_code == 200
+    return answer.headers["x-pointsman-reason"]
+
+
+async def readyz(running):
+    return (await running.client.get(running.metrics_url("/readyz"))).text
+
+
+DEGRADED = {"degraded_fast", "degraded_worker", "degraded_deadline"}
+
+
 @pytest.mark.envoy
 def test_gateway_answers_while_the_service_is_dead_and_says_so(service):
     async def steps():
         async with gateway(ROUTER.format(url=service.url)) as running:
 
-            async def ask(text):
-                body = {"model": "auto", "messages": [{"role": "user", "content": text}]}
-                return await running.chat(body)
+            async def is_semantic():
+                return await reason_for(running, "write a python function please") == "semantic"
 
-            async def readyz():
-                return (await running.client.get(running.metrics_url("/readyz"))).text
-
-            async def reason():
-                return (await ask("write a python function please")).headers["x-pointsman-reason"]
-
-            assert await reason() == "semantic"
-            assert await readyz() == "ok\n"
+            assert await is_semantic()
+            assert await readyz(running) == "ok\n"
             service.kill()
-            answers = [await ask(f"write a python function {n}") for n in range(20)]
-            assert {each.status_code for each in answers} == {200}
-            reasons = {each.headers["x-pointsman-reason"] for each in answers}
-            assert reasons <= {"degraded_fast", "degraded_worker", "degraded_deadline"}
-            assert await readyz() == "ok, without the embedding service: connect_error\n"
+            texts = [f"write a python function {n}" for n in range(20)]
+            assert {await reason_for(running, text) for text in texts} <= DEGRADED
+            assert await readyz(running) == "ok, without the embedding service: connect_error\n"
             assert await running.metric("pointsman_embedding_service_ready") == 0
             await service.start()
+            await until(is_semantic, within_s=COOLDOWN_S + 2, every_s=0.1)
+            assert await readyz(running) == "ok\n"
 
-            async def is_back():
-                return await reason() == "semantic"
+    asyncio.run(steps())
 
-            await until(is_back, within_s=COOLDOWN_S + 2, every_s=0.1)
-            assert await readyz() == "ok\n"
+
+@pytest.mark.envoy
+def test_gateway_starts_without_the_service_and_takes_it_when_it_comes(away):
+    async def steps():
+        started = time.perf_counter()
+        # The decision cache is on: what was decided without the service must not be remembered.
+        async with gateway(ROUTER.replace("cache = 0\n", "").format(url=away.url)) as running:
+            print(f"serving after {time.perf_counter() - started:.1f} s")
+            prompt = "write a python function please"
+            assert await reason_for(running, prompt) in DEGRADED
+            assert await readyz(running) == "ok, without the embedding service: connect_error\n"
+            log = (running.directory / "sidecar.log").read_text()
+            assert f"url = {away.url}: connect_error: Connection refused" in log
+            await away.start()
+
+            async def is_semantic():
+                return await reason_for(running, prompt) == "semantic"
+
+            await until(is_semantic, within_s=8, every_s=0.1)
+            assert await readyz(running) == "ok\n"
+            assert await running.metric("pointsman_decision_cache_total", result="hit") == 0
+            assert await is_semantic()
+            assert await running.metric("pointsman_decision_cache_total", result="hit") == 1
 
     asyncio.run(steps())
