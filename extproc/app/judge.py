@@ -90,7 +90,7 @@ class Judge:
         """Past `deadline` (loop.time() seconds) by no more than the static encoder takes."""
         text = bound(text)
         key = b""
-        cache = self._cache
+        cache = self._cache  # should `know` come meanwhile, what is found belongs to the old one
         if cache is not None:
             key = cache.key(text)
             known = cache.get(key)
@@ -110,7 +110,7 @@ class Judge:
                 return outcome
             return Scored(self._fast.scores(text), degraded=True)
         scores = self._index.scores(outcome.vectors)
-        if cache is not None and cache is self._cache:
+        if cache is not None:
             cache.put(key, scores)
         return Scored(scores, wait_s=outcome.wait_s, embed_s=outcome.embed_s)
 

@@ -195,8 +195,7 @@ class Remote:
         """Fill the calls that are free."""
         self._pumping = False
         if not self._ready():
-            self._line.clear(LOST)
-            return
+            return  # `_degrade` has answered those that waited
         while len(self._calls) < self._limits.concurrency:
             filling, entries = Filling(self._limits.budget), list[Entry[Work]]()
             while (entry := self._line.next(filling.fits)) is not None:
@@ -250,23 +249,22 @@ class Remote:
 
     # --- what goes wrong -----------------------------------------------------------------------------
 
-    def _failed(
-        self, failure: Failure, ticket: Ticket, began: float, *, trial: bool = False
-    ) -> None:
+    def _failed(self, failure: Failure, ticket: Ticket, began: float) -> None:
         self._count(failure)
         _log.warning("embedding service: %s: %s", failure.fault, failure.words)
         now = self._loop.time()
         stalled = (
             failure.fault is Fault.TIMEOUT and now - began > self._limits.deadline_s + _STALL_S
         )
-        if failure.fault is Fault.REFUSED or (stalled and not trial):
+        if failure.fault is Fault.REFUSED or stalled:
             # A text that it does not take must not keep out the others; nor must our own stall.
             self._bank.abandoned(_ID, ticket)
             return
-        if began >= self._failed_at:  # calls in flight together fail for one reason, together
+        # Calls in flight together fail for one reason, together. A trial is one more in the row.
+        if began >= self._failed_at:
             self._row += 1
             self._failed_at = now
-        if (trial or self._row >= _IN_A_ROW) and self._bank.failed(_ID, _COUNTED, ticket, now):
+        if self._row >= _IN_A_ROW and self._bank.failed(_ID, _COUNTED, ticket, now):
             _log.warning("embedding service: left alone until a trial succeeds")
             self._degrade()
 
@@ -339,7 +337,7 @@ class Remote:
         if self._known is not known:
             self._bank.abandoned(_ID, ticket)
         elif isinstance(result, Failure):
-            self._failed(result, ticket, began, trial=not was_ready)
+            self._failed(result, ticket, began)
         elif self._fits_known(result):
             self._row = 0
             cosine = float((result * known[0]).sum(axis=1).min())
