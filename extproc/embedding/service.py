@@ -59,7 +59,11 @@ class Service:
         self.url = url
         self._dimensions = dimensions
         # Plain answers only: an unpacked one could be of any size.
-        self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        self._headers = {
+            "content-type": "application/json",
+            "accept-encoding": "identity",
+            "user-agent": "pointsman",
+        }
         if key is not None:
             self._headers["authorization"] = f"Bearer {key}"
         asked = {"model": model, "dimensions": dimensions}
