@@ -49,6 +49,7 @@ bench: install $(BENCH_VENV)/.installed
 	$(BIN)/python bench/overhead.py --rounds $(ROUNDS)
 	$(BIN)/python bench/decisions.py --rounds $(ROUNDS)
 	$(BIN)/python bench/burst.py --rounds $(ROUNDS)
+	$(BIN)/python bench/remote.py --rounds $(ROUNDS)
 	$(BIN)/python bench/overload.py
 	$(BIN)/python bench/flood.py
 	$(BIN)/python bench/accuracy.py

@@ -30,8 +30,9 @@ import uvloop
 from accuracy import SAMPLES, Draw, sets
 from prometheus_client import CollectorRegistry
 
+from extproc.app.embedding import Embedding, running_embedding
 from extproc.app.judge import Judge, fit_fast_tier, open_static
-from extproc.app.serve import Embedding, compile_plan, running_embedding
+from extproc.app.plan import compile_plan
 from extproc.config import Config, Route, Router, Upstream
 from extproc.core.errors import RouteReason
 from extproc.core.exchange import (

@@ -18,6 +18,7 @@ _DECISION_BUCKETS: Final = (
     0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0,
 )  # fmt: skip
 _GAP_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
+_BATCH_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _HEADERS_BUCKETS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 8, 15, 30, 60)
 
 NO_ROUTE: Final = "none"
@@ -147,18 +148,37 @@ class Metrics:
         )
         self._embed_seconds = Histogram(
             "pointsman_embed_seconds",
-            "Tokenising and running the model, in the worker.",
+            "Tokenising and running the model, in the worker; with an embedding service, the call.",
             buckets=_DECISION_BUCKETS,
+            registry=registry,
+        )
+        self._embed_batch_size = Histogram(
+            "pointsman_embed_batch_size",
+            "With an embedding service: prompts in one call.",
+            buckets=_BATCH_BUCKETS,
+            registry=registry,
+        )
+        self._embedding_failures = Counter(
+            "pointsman_embedding_failures",
+            "With an embedding service: calls that gave no vectors, by cause.",
+            ["cause"],
+            registry=registry,
+        )
+        self._service_ready = Gauge(
+            "pointsman_embedding_service_ready",
+            "1 while prompts are sent to the embedding service; 0 while it is left alone, or without one.",
             registry=registry,
         )
         self._queue_seconds = Histogram(
             "pointsman_queue_seconds",
-            "Waiting for a worker.",
+            "Waiting for a worker, or for a call to the embedding service.",
             buckets=_DECISION_BUCKETS,
             registry=registry,
         )
         self._queue_depth = Gauge(
-            "pointsman_queue_depth", "Prompts waiting for a worker.", registry=registry
+            "pointsman_queue_depth",
+            "Prompts waiting for a worker, or for a call to the embedding service.",
+            registry=registry,
         )
         self._queue_limit = Gauge(
             "pointsman_queue_limit",
@@ -313,6 +333,15 @@ class Metrics:
     def embedded(self, *, wait_s: float, embed_s: float) -> None:
         self._queue_seconds.observe(wait_s)
         self._embed_seconds.observe(embed_s)
+
+    def call_sent(self, entries: int) -> None:
+        self._embed_batch_size.observe(entries)
+
+    def call_failed(self, fault: StrEnum) -> None:
+        self._embedding_failures.labels(fault.value).inc()
+
+    def service_ready(self, *, ready: bool) -> None:
+        self._service_ready.set(ready)
 
     def cache_looked_up(self, *, hit: bool) -> None:
         self._cache_lookups.labels("hit" if hit else "miss").inc()

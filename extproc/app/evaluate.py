@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from extproc.app.serve import Embedding, compile_plan, running_embedding
+from extproc.app.embedding import Embedding, running_embedding
+from extproc.app.plan import compile_plan
 from extproc.config import Config, load, parse
 from extproc.core.exchange import (
     Exchange,
@@ -28,7 +29,6 @@ from extproc.core.exchange import (
     RequestHeaders,
 )
 from extproc.core.routing import RouteDecision
-from extproc.embedding.cores import default_workers
 from extproc.evaluation.evaluate import Case, Evaluation, evaluate
 from extproc.evaluation.metrics import timing
 from extproc.evaluation.prompts import DataError, Prompt, parse_prompts, sample
@@ -91,7 +91,6 @@ def run(order: Order, *, show: Callable[[str], None], say: Callable[[str], None]
 async def _evaluate(
     config: Config, prompts: Sequence[Prompt], *, say: Callable[[str], None]
 ) -> Evaluation:
-    workers = config.router.workers or default_workers()
     unread = Metrics(CollectorRegistry(), fallback_metric="unread", routes=(), upstream_names=())
     async with running_embedding(config, unread, progress=say) as embedding:
         plan = compile_plan(config, embedding.utterances)
@@ -107,8 +106,8 @@ async def _evaluate(
                 progress.advance()
 
         started = time.perf_counter()
-        # As many in flight as there are workers, so that a decision's time holds no queueing.
-        await asyncio.gather(*(feed() for _ in range(workers)))
+        # As many in flight as are embedded at once, so that a decision's time holds no queueing.
+        await asyncio.gather(*(feed() for _ in range(embedding.parallel)))
         total_s = time.perf_counter() - started
     say(f"{len(prompts):,} prompts decided in {duration(total_s)}")
     decided = [case for case in cases if case is not None]
@@ -117,7 +116,9 @@ async def _evaluate(
         {route.name: route.utterances for route in config.routes},
         default=config.router.default,
         timing=timing(
-            np.array([case.seconds for case in decided]), total_s=total_s, workers=workers
+            np.array([case.seconds for case in decided]),
+            total_s=total_s,
+            workers=embedding.parallel,
         ),
     )
 

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from extproc.app.serve import compile_plan, running_embedding
+from extproc.app.embedding import running_embedding
+from extproc.app.plan import compile_plan
 from extproc.config import Config
 from extproc.core.errors import Content
 from extproc.core.exchange import (

@@ -1,4 +1,4 @@
-"""Who scores a prompt: the decision cache, the workers, or the static encoder when they cannot in time.
+"""Who scores a prompt: the decision cache, the full encoder, or the static one when that cannot in time.
 
 It decides nothing: scores and reasons go to the exchange.
 """
@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -54,7 +55,7 @@ class FastTier:
 
 
 class Judge:
-    """Mutable: `_fast`, None until the static encoder is there; the cache."""
+    """Mutable: `_fast`, None until the static encoder is there; the index and the cache."""
 
     def __init__(
         self,
@@ -80,17 +81,23 @@ class Judge:
         self._fast = fast
         self._metrics.static_encoder_ready()
 
+    def know(self, index: SemanticIndex, cache: DecisionCache | None) -> None:
+        """The utterances' vectors are known only now, or others than before."""
+        self._index = index
+        self._cache = cache
+
     async def __call__(self, text: str, deadline: float) -> Scored | NotEmbedded:
         """Past `deadline` (loop.time() seconds) by no more than the static encoder takes."""
         text = bound(text)
         key = b""
-        if self._cache is not None:
-            key = self._cache.key(text)
-            known = self._cache.get(key)
+        cache = self._cache  # should `know` come meanwhile, what is found belongs to the old one
+        if cache is not None:
+            key = cache.key(text)
+            known = cache.get(key)
             self._metrics.cache_looked_up(hit=known is not None)
             if known is not None:
                 return Scored(known)
-        if self._cascade and self._fast is not None:
+        if self._cascade and self._fast is not None and self._index.is_known:
             scores = self._fast.scores(text)
             decisive = self._fast.is_decisive(scores)
             self._metrics.cascaded(static=decisive)
@@ -103,8 +110,8 @@ class Judge:
                 return outcome
             return Scored(self._fast.scores(text), degraded=True)
         scores = self._index.scores(outcome.vectors)
-        if self._cache is not None:
-            self._cache.put(key, scores)
+        if cache is not None:
+            cache.put(key, scores)
         return Scored(scores, wait_s=outcome.wait_s, embed_s=outcome.embed_s)
 
 
@@ -118,9 +125,17 @@ def open_static(cache_dir: Path) -> StaticEncoder | None:
         return None
 
 
-def fit_fast_tier(encoder: Encodes, rules: Sequence[RouteRule], full: Utterances) -> FastTier:
-    """`full`: the utterances of `rules` by the full encoder. Blocks: a millisecond an utterance."""
+def fit_fast_tier(
+    encoder: Encodes, rules: Sequence[RouteRule], full: Utterances | None
+) -> FastTier:
+    """`full`: the utterances of `rules` by the full encoder. Blocks: a millisecond an utterance.
+
+    None: not known yet. Then the static encoder stands for itself, with the thresholds that suit the
+    model that it was distilled from: the configured ones are of the full encoder's scale.
+    """
     fast = {rule.name: [encoder.encode(text) for text in rule.utterances] for rule in rules}
+    if full is None:
+        rules, full = [replace(rule, threshold=None) for rule in rules], fast
     return FastTier(encoder, FastIndex(rules, full=full, fast=fast))
 
 

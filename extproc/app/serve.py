@@ -1,4 +1,4 @@
-"""Wires the sidecar: model, workers, plan, gate, gRPC server, admin listener; runs it until a signal."""
+"""Wires the sidecar: encoder, plan, gate, gRPC server, admin listener; runs it until a signal."""
 
 from __future__ import annotations
 
@@ -10,42 +10,23 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 
-from extproc.app.advice import on_thresholds
-from extproc.app.judge import (
-    EmbedFully,
-    Encodes,
-    Judge,
-    build_static,
-    fit_fast_tier,
-    open_static,
-)
-from extproc.config import Config, Route, UnknownModel, route_chain, upstream_chain
+from extproc.app.embedding import Embedding, Learned, running_embedding, worker_count
+from extproc.app.judge import Encodes, Judge, build_static, fit_fast_tier, open_static
+from extproc.app.plan import compile_plan, needs_encoder, scored_rules
+from extproc.config import Config
 from extproc.core.cache import DecisionCache, routes_version
 from extproc.core.circuit import GateBank
-from extproc.core.errors import RouteReason
-from extproc.core.exchange import ChainPlan, Embedded, NotEmbedded, Plan
-from extproc.core.fast import Utterances
-from extproc.core.routing import (
-    ModelDirectory,
-    RouteRule,
-    SemanticIndex,
-    Vectors,
-    calibrated,
-)
-from extproc.core.signals import SignalTable
+from extproc.core.exchange import Plan
+from extproc.core.routing import SemanticIndex
 from extproc.core.wire_names import EXPLICIT_ROUTE, RULE
-from extproc.embedding.cores import default_workers
-from extproc.embedding.model import default_cache_dir, ensure_model
-from extproc.embedding.pool import NotEmbedded as PoolNotEmbedded
-from extproc.embedding.pool import Pool, PoolEvents, RestartCause, SkipCause
+from extproc.embedding.model import default_cache_dir
+from extproc.embedding.pool import RestartCause, SkipCause
 from extproc.metrics import Metrics
 from extproc.serving.accounts import AccessLog, Accounts
 from extproc.serving.admin import AdminServer, Health
@@ -106,7 +87,7 @@ async def running_sidecar(
     metrics.limits(
         deadline_s=config.router.deadline_s,
         queue=config.router.queue,
-        workers=_workers(config) if _needs_encoder(config) else 0,
+        workers=worker_count(config),
     )
     metrics.may_happen(restarts=RestartCause, skips=SkipCause)
     health = Health()
@@ -123,7 +104,10 @@ async def running_sidecar(
     beat = asyncio.create_task(_beat(health))
     fast = asyncio.create_task(_open_static(config))  # while the workers load their model
     try:
-        async with running_embedding(config, metrics, progress=progress) as embedding:
+        async with running_embedding(
+            config, metrics, progress=progress, required=False
+        ) as embedding:
+            health.condition = embedding.condition
             gate = Gate(
                 GateBank(
                     config.circuit,
@@ -139,7 +123,11 @@ async def running_sidecar(
             )
             tracing = _traces(config)
             plan = compile_plan(config, embedding.utterances)
-            judge = await _judge(config, embedding, plan, metrics, encoder=await fast)
+            judge = _judge(config, embedding, plan, metrics)
+            changed = _follow(config, embedding, judge)
+            encoder = await fast
+            if encoder is not None:
+                await _lend(judge, encoder, config, embedding)
             decider = Decider(
                 plan=plan,
                 embed=judge,
@@ -153,7 +141,9 @@ async def running_sidecar(
                 _spare_the_collector()
                 health.ready = True
                 # The cores are free now.
-                late = asyncio.create_task(_supply(config, embedding, judge))
+                late = asyncio.create_task(
+                    _supply(config, embedding, judge, changed, encoder=encoder)
+                )
                 try:
                     yield registry
                 finally:
@@ -238,159 +228,69 @@ def _traces(config: Config) -> Traces | None:
     return Traces(endpoint=config.tracing.endpoint, clock=asyncio.get_running_loop().time)
 
 
-def compile_plan(config: Config, vectors: Mapping[str, Vectors]) -> Plan:
-    """`vectors`: the embedded utterances of each route that has any."""
-    chains = {
-        chain.name: ChainPlan(
-            chain.name,
-            chain.upstreams,
-            tuple(config.upstreams[upstream].model for upstream in chain.upstreams),
-        )
-        for chain in config.chains()
-    }
-    rules = _rules(config, vectors)
-    return Plan(
-        directory=ModelDirectory(
-            aliases=config.router.aliases,
-            upstreams={each.id: (each.name, each.model) for each in config.upstreams.values()},
-            routes=[route.name for route in config.routes],
-        ),
-        signals=SignalTable(rules),
-        index=SemanticIndex(rules, vectors),
-        default_route=config.router.default,
-        unknown_model_takes_default=config.router.unknown_model is UnknownModel.DEFAULT,
-        route_chains={route.name: chains[route_chain(route.name)] for route in config.routes},
-        upstream_chains={each: chains[upstream_chain(each)] for each in config.upstreams},
-    )
-
-
-def _rules(config: Config, vectors: Mapping[str, Vectors]) -> list[RouteRule]:
-    return calibrated([_rule(route) for route in config.routes], vectors)
-
-
-def _rule(route: Route) -> RouteRule:
-    return RouteRule(
-        name=route.name,
-        utterances=route.utterances,
-        keywords=route.keywords,
-        threshold=route.threshold,
-        patterns=route.patterns,
-        headers=route.headers,
-        has=route.has,
-        min_chars=route.min_chars,
-        max_chars=route.max_chars,
-        priority=route.priority,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Embedding:
-    """What the router needs of the model: vectors for prompts, and those of the utterances."""
-
-    embed: EmbedFully
-    utterances: Mapping[str, Vectors]
-    each: Utterances
-    """The same, utterance by utterance."""
-    digest: str
-
-
-@asynccontextmanager
-async def running_embedding(
-    config: Config, events: PoolEvents, *, progress: Callable[[str], None]
-) -> AsyncIterator[Embedding]:
-    """The workers, warm, and the routes' utterances; no worker where no route has utterances."""
-    routes = [route for route in config.routes if route.utterances]
-    if not routes:
-        yield Embedding(_no_model, {}, {}, "")
-        return
-    files = ensure_model(
-        config.router.encoder.path, cache_dir=default_cache_dir(os.environ), progress=progress
-    )
-    workers = _workers(config)
-    pool = Pool(files, workers=workers, queue=config.router.queue, events=events)
-    await pool.start()
-    try:
-        texts = [text for route in routes for text in route.utterances]
-        vectors = iter(await pool.embed_many(texts))
-        each = {route.name: [next(vectors) for _ in route.utterances] for route in routes}
-        # A long utterance has two vectors; both stand for it.
-        utterances = {route: np.concatenate(own) for route, own in each.items()}
-        if note := on_thresholds(config):
-            progress(note)
-        progress(
-            f"{workers} worker(s) warm, {len(texts)} utterances of {len(routes)} routes embedded"
-        )
-
-        async def embed(text: str, deadline: float) -> Embedded | NotEmbedded:
-            result = await pool.embed(text, deadline=deadline)
-            if isinstance(result, PoolNotEmbedded):
-                return NotEmbedded(result.reason)
-            return Embedded(result.vectors, result.wait_s, result.embed_s)
-
-        yield Embedding(embed, utterances, each, files.digest)
-    finally:
-        await pool.aclose()
-
-
-def _workers(config: Config) -> int:
-    return config.router.workers or default_workers()
-
-
-async def _no_model(_text: str, _deadline: float) -> Embedded | NotEmbedded:
-    return NotEmbedded(RouteReason.DEGRADED_WORKER)
-
-
 # --- the static encoder: there from the start, or once it is built ------------------------------------
 
 
-def _scored_rules(config: Config, embedding: Embedding) -> list[RouteRule]:
-    return [rule for rule in _rules(config, embedding.utterances) if rule.utterances]
-
-
-def _needs_encoder(config: Config) -> bool:
-    return any(route.utterances for route in config.routes)
-
-
 async def _open_static(config: Config) -> Encodes | None:
-    if not _needs_encoder(config):
+    if not needs_encoder(config):
         return None
     return await asyncio.to_thread(open_static, default_cache_dir(os.environ))
 
 
-async def _judge(
-    config: Config,
-    embedding: Embedding,
-    plan: Plan,
-    metrics: Metrics,
-    *,
-    encoder: Encodes | None,
-) -> Judge:
-    capacity = config.router.cache
-    version = routes_version(_scored_rules(config, embedding), embedding.digest)
-    judge = Judge(
+def _judge(config: Config, embedding: Embedding, plan: Plan, metrics: Metrics) -> Judge:
+    return Judge(
         embedding.embed,
         plan.index,
         metrics,
         cascade=config.router.cascade,
-        cache=DecisionCache(capacity, version) if capacity else None,
+        cache=_cache(config, embedding.learned) if embedding.learned else None,
     )
-    if encoder is not None:
-        await _lend(judge, encoder, config, embedding)
-    return judge
+
+
+def _follow(config: Config, embedding: Embedding, judge: Judge) -> asyncio.Event:
+    """Have the judge know what a service says of the utterances later on; set then."""
+    changed = asyncio.Event()
+
+    def learned(news: Learned) -> None:
+        rules = scored_rules(config, news.vectors)
+        judge.know(SemanticIndex(rules, news.vectors), _cache(config, news))
+        changed.set()
+
+    embedding.follow(learned)
+    return changed
+
+
+def _cache(config: Config, learned: Learned) -> DecisionCache | None:
+    capacity = config.router.cache
+    version = routes_version(scored_rules(config, learned.vectors), learned.digest)
+    return DecisionCache(capacity, version) if capacity else None
 
 
 async def _lend(judge: Judge, encoder: Encodes, config: Config, embedding: Embedding) -> None:
-    rules = _scored_rules(config, embedding)
+    rules = scored_rules(config, embedding.utterances)
     judge.use(await asyncio.to_thread(fit_fast_tier, encoder, rules, embedding.each))
 
 
-async def _supply(config: Config, embedding: Embedding, judge: Judge) -> None:
-    """Build what the cache does not hold yet, without taking time from requests."""
-    if judge.has_fast_tier or not embedding.each:
+async def _supply(
+    config: Config,
+    embedding: Embedding,
+    judge: Judge,
+    changed: asyncio.Event,
+    *,
+    encoder: Encodes | None,
+) -> None:
+    """The static encoder where the cache does not hold it yet, built without taking time from requests;
+    and its fit, whenever the utterances' vectors have `changed`.
+    """
+    if not needs_encoder(config):
         return
     try:
-        encoder = await build_static(default_cache_dir(os.environ))
-        if encoder is not None:
+        if encoder is None:
+            encoder = await build_static(default_cache_dir(os.environ))
+            changed.set()
+        while encoder is not None:
+            await changed.wait()
+            changed.clear()
             await _lend(judge, encoder, config, embedding)
     except Exception:  # noqa: BLE001  the task's boundary: without it, overload is only worse-informed
         _log.exception("no static encoder")

@@ -40,7 +40,7 @@ def up(path: Path, *, demo: bool, say: Callable[[str], None]) -> int:
     if busy is not None:
         raise StartError(busy)
     envoy = find_envoy()
-    if any(route.utterances for route in config.routes):
+    if config.router.encoder.url is None and any(route.utterances for route in config.routes):
         # Here, with its progress in the terminal, rather than in a child that looks hung.
         ensure_model(
             config.router.encoder.path, cache_dir=default_cache_dir(os.environ), progress=say

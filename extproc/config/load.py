@@ -155,7 +155,7 @@ def _config(root: Table, environ: Mapping[str, str] | None) -> Config:
     config = Config(
         upstreams=upstreams,
         routes=routes or (Route(name=_ONLY_ROUTE, upstreams=tuple(upstreams)),),
-        router=_router(root, upstreams, routes),
+        router=_router(root, upstreams, routes, environ),
         server=read_server,
         admin=admin.get("listen", v.address, _DEFAULT.admin),
         metrics=metrics.get("listen", v.address, _DEFAULT.metrics),
@@ -400,9 +400,15 @@ def _reference(upstreams: Mapping[str, Upstream]) -> v.Reader[str]:
     return read
 
 
-def _router(root: Table, upstreams: Mapping[str, Upstream], routes: Iterable[Route]) -> Router:
+def _router(
+    root: Table,
+    upstreams: Mapping[str, Upstream],
+    routes: Iterable[Route],
+    environ: Mapping[str, str] | None,
+) -> Router:
     table, default = root.child("router"), _DEFAULT.router
-    return Router(
+    encoder = table.child("encoder")
+    router = Router(
         default=_default_route(root, table, routes),
         deadline_s=table.get("deadline", v.duration, default.deadline_s),
         workers=table.get("workers", v.integer(0, 1024), default.workers),
@@ -411,8 +417,50 @@ def _router(root: Table, upstreams: Mapping[str, Upstream], routes: Iterable[Rou
         cache=table.get("cache", v.integer(0), default.cache),
         aliases=_aliases(table, upstreams),
         unknown_model=table.get("unknown_model", v.choice(UnknownModel), default.unknown_model),
-        encoder=Encoder(table.child("encoder").get("path", v.text, default.encoder.path)),
+        encoder=_encoder(encoder),
     )
+    _check_encoder(encoder, table, router)
+    if environ is not None:
+        _check_secret(encoder, router.encoder.api_key_env, environ)
+    return router
+
+
+def _encoder(table: Table) -> Encoder:
+    default = _DEFAULT.router.encoder
+    return Encoder(
+        path=table.get("path", v.text, default.path),
+        url=table.get("url", v.embeddings_url, default.url),
+        model=table.get("model", v.text, default.model),
+        api_key_env=table.get("api_key_env", v.env_name, default.api_key_env),
+        dimensions=table.get("dimensions", v.integer(1, 65_536), default.dimensions),
+        deadline_s=table.get("deadline", v.duration, default.deadline_s),
+        batch_tokens=table.get("batch_tokens", v.integer(1), default.batch_tokens),
+        max_batch=table.get("max_batch", v.integer(1, 256), default.max_batch),
+        max_concurrency=table.get("max_concurrency", v.integer(1, 1024), default.max_concurrency),
+    )
+
+
+def _check_encoder(table: Table, router_table: Table, router: Router) -> None:
+    encoder = router.encoder
+    if table.given("path") and table.given("url"):
+        problem = "is given beside path, and there is one encoder"
+        mend = "keep url for an embeddings service, or path for a model that the sidecar runs"
+        table.fault("url", problem, mend)
+    elif not table.given("url"):
+        for key in table.asked:
+            if key != "path" and table.given(key):
+                problem = "is of an embeddings service, and there is no url"
+                table.fault(key, problem, "add url, or remove it")
+    elif encoder.deadline_s >= router.deadline_s and (
+        table.fit("deadline") and router_table.fit("deadline")
+    ):
+        default = "" if table.given("deadline") else ", its default,"
+        table.fault(
+            "deadline",
+            f"{encoder.deadline_s:g}s{default} is not under the {router.deadline_s:g}s of "
+            "[router] deadline, within which the prompt waits its turn and the call is made",
+            "shorten it, or raise [router] deadline",
+        )
 
 
 def _default_route(root: Table, table: Table, routes: Iterable[Route]) -> str:

@@ -182,9 +182,27 @@ SERVE_ONLY = (
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """Which embedding model to run; `path` None: the default model, built once into the cache."""
+    """Which embedding model to run, here (`path`) or elsewhere (`url`), never both.
+
+    Neither: the default model, built once into the cache. The rest is of the service at `url`.
+    """
 
     path: str | None = None
+    url: str | None = None
+    """The whole address, as in http://tei:8080/v1/embeddings."""
+    model: str | None = None
+    """What a request names; None: nothing."""
+    api_key_env: str | None = None
+    dimensions: int | None = None
+    """What a request asks vectors to have; None: as many as the model gives."""
+    deadline_s: float = 0.1
+    """Of one call, connecting included."""
+    batch_tokens: int = 16_384
+    """Estimated, in one call."""
+    max_batch: int = 32
+    """Texts in one call; a long prompt is two."""
+    max_concurrency: int = 2
+    """Calls in flight. With 4, calls were half as full, and the loop's time for a prompt grew by a third."""
 
 
 class UnknownModel(StrEnum):

@@ -379,6 +379,16 @@ def collector(value: object) -> str:
     return url
 
 
+def embeddings_url(value: object) -> str:
+    """The whole address of an OpenAI-compatible embeddings service."""
+    url = base_url(value)
+    if not url.partition("://")[2].partition("/")[2]:
+        raise Unfit(
+            "has no path", 'write all of it, such as "http://embeddings.example:8080/v1/embeddings"'
+        )
+    return url
+
+
 def address(value: object) -> Address:
     """`HOST:PORT`, the host being an IP literal, `localhost`, or nothing for every interface."""
     mend = (

@@ -83,10 +83,13 @@ class SemanticIndex:
     ahead of nearest, centroid, mean, sum and top-3 on every labelled set measured.
     """
 
-    def __init__(self, rules: Sequence[RouteRule], vectors: Mapping[str, Vectors]) -> None:
-        """`vectors[route]` holds that route's utterances, shape (count, dimension)."""
+    def __init__(self, rules: Sequence[RouteRule], vectors: Mapping[str, Vectors] | None) -> None:
+        """`vectors[route]` holds that route's utterances, shape (count, dimension). None: they are not
+        known yet, and there are no scores.
+        """
         self._rules = [rule for rule in rules if rule.utterances]
-        blocks = [vectors[rule.name] for rule in self._rules]
+        self.is_known = vectors is not None
+        blocks = [vectors[rule.name] for rule in self._rules] if vectors is not None else []
         self._starts = np.cumsum([0] + [len(block) for block in blocks[:-1]])
         self._routes = len(blocks)
         if blocks:
@@ -95,11 +98,12 @@ class SemanticIndex:
 
     @property
     def is_empty(self) -> bool:
-        return self._routes == 0
+        """No route has utterances: there is nothing to ask an encoder for."""
+        return not self._rules
 
     def scores(self, query: Vectors) -> tuple[RouteScore, ...]:
         """One score a route with utterances, in the file's order. `query`: (k, dimension)."""
-        if self.is_empty:
+        if not self._routes:
             return ()
         return tuple(
             RouteScore(rule.name, float(score), rule.effective_threshold)

@@ -14,13 +14,8 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from extproc.embedding.model import ModelError, ModelFiles
-from extproc.embedding.text import bound, lines, paragraphs
+from extproc.embedding.text import END_TOKENS, MAX_TOKENS, bound, lines, paragraphs
 from extproc.embedding.tokenizer import load_tokenizer
-
-MAX_TOKENS: Final = 256
-"""Up to here a text is one vector, if the model takes as many."""
-END_TOKENS: Final = 128
-"""Beyond, each end of it is a vector of at most so many tokens."""
 
 _INPUTS: Final = {"input_ids", "attention_mask"}
 _SEGMENTS: Final = "token_type_ids"

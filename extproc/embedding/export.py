@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from extproc.embedding.encoder import MAX_TOKENS, Encoder
+from extproc.embedding.encoder import Encoder
 from extproc.embedding.manifest import (
     FORMAT,
     MANIFEST,
@@ -30,6 +30,7 @@ from extproc.embedding.manifest import (
 from extproc.embedding.model import ModelError, ModelFiles
 from extproc.embedding.quiet import quietly
 from extproc.embedding.samples import CHINESE, ENGLISH, ODD, TRIPLES
+from extproc.embedding.text import MAX_TOKENS
 
 LEAST_MEAN: Final = 0.98
 """All-MiniLM-L6-v2 with a scale for each tensor instead of each channel had 0.95, and lost prompts."""

@@ -1,8 +1,6 @@
-"""One owner of one bounded queue of texts and of the workers that embed them; it knows no model.
+"""One owner of one bounded line of texts and of the workers that embed them; it knows no model.
 
-An idle worker takes the next entry at once. Each entry carries its own reply and deadline; one whose
-caller has gone or whose time is up is skipped and counted, never embedded; one that would wait in vain
-is refused at once, and counted with those. Every failure is a value.
+An idle worker takes the next entry at once; the line (waiting.py) skips whom nobody waits for.
 A worker holds one entry at a time, so its death costs exactly that entry; it is then replaced, with
 backoff. Liveness is proved by work: an idle worker gets a real text now and then, through the same
 socket and the same code as everything else.
@@ -14,20 +12,31 @@ import asyncio
 import logging
 import math
 import signal
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from extproc.core.errors import RouteReason
 from extproc.embedding import link as links
 from extproc.embedding.frames import Done, Failed, Job, Ready, Reply, Unable, encode_text
 from extproc.embedding.model import ModelError, ModelFiles
 from extproc.embedding.text import bound
+from extproc.embedding.waiting import (
+    LOST,
+    Embedded,
+    Entry,
+    Line,
+    LineEvents,
+    NotEmbedded,
+    Outcome,
+    SkipCause,
+    running_mean,
+)
+
+__all__ = ["Embedded", "NotEmbedded", "Outcome", "Pool", "PoolEvents", "RestartCause", "SkipCause"]
 
 _BACKOFF_FIRST_S: Final = 0.1
 _BACKOFF_MAX_S: Final = 5.0
@@ -39,39 +48,9 @@ _LEAK_FACTOR: Final = 2
 _LEAK_BYTES: Final = 256 << 20
 """A worker that outgrows twice its size when warm by so much is replaced between two entries."""
 _ATTEMPTS: Final = 3
-_WAIT_SHARE: Final = 2 / 3
-"""Admit what is expected to be done in this share of its time: the rest is for the estimate's error."""
-_SERVICE_WEIGHT: Final = 1 / 16
-"""Of the newest entry in the mean time that a worker is busy with one."""
 _PING_TEXT: Final = b"ping"
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Embedded:
-    """`vectors`: read-only float32 [k, dimension], k = 1, or 2 for a long text."""
-
-    vectors: NDArray[np.float32]
-    wait_s: float
-    """In the queue, until a worker took it."""
-    embed_s: float
-    """In the worker: tokenise and run."""
-
-
-@dataclass(frozen=True, slots=True)
-class NotEmbedded:
-    """Why not: degraded_deadline, degraded_queue_full or degraded_worker."""
-
-    reason: RouteReason
-
-
-class SkipCause(StrEnum):
-    """Why an entry was never embedded although there was room for it."""
-
-    DEADLINE = "deadline"
-    """Its time was up, or would have been before its turn."""
-    CALLER_GONE = "caller_gone"
 
 
 class RestartCause(StrEnum):
@@ -86,43 +65,14 @@ class RestartCause(StrEnum):
     PROTOCOL = "protocol"
 
 
-class PoolEvents(Protocol):
-    """What the pool reports, as it happens; must not raise, and is on the hot path."""
-
-    def queue_depth(self, depth: int) -> None:
-        """Entries waiting for a worker; told at each change."""
-
-    def embedded(self, *, wait_s: float, embed_s: float) -> None:
-        """A worker finished an entry, be its caller still there or not."""
-
-    def skipped(self, cause: SkipCause) -> None: ...
+class PoolEvents(LineEvents, Protocol):
+    """What the pool reports besides."""
 
     def worker_restarted(self, cause: RestartCause) -> None:
         """A worker ended by itself or was killed; its replacement follows."""
 
 
-_LATE: Final = NotEmbedded(RouteReason.DEGRADED_DEADLINE)
-_FULL: Final = NotEmbedded(RouteReason.DEGRADED_QUEUE_FULL)
-_LOST: Final = NotEmbedded(RouteReason.DEGRADED_WORKER)
-
-Outcome = Embedded | NotEmbedded
-
-
-class _Entry:
-    __slots__ = ("admitted", "deadline", "reply", "text", "wait_s")
-
-    def __init__(
-        self, text: str, *, admitted: float, deadline: float, reply: asyncio.Future[Outcome]
-    ) -> None:
-        self.text = encode_text(bound(text))
-        self.admitted = admitted
-        self.deadline = deadline
-        self.reply = reply
-        self.wait_s = 0.0
-
-    def answer(self, outcome: Outcome) -> None:
-        if not self.reply.done():
-            self.reply.set_result(outcome)
+_Text: TypeAlias = Entry[bytes]
 
 
 class _State(Enum):
@@ -143,7 +93,7 @@ class _Worker:
     """When it entered its state."""
     state: _State = _State.STARTING
     link: links.Link | None = None
-    entry: _Entry | None = None
+    entry: _Text | None = None
     """What it works on; None while it is busy: a ping."""
     job: int = 0
     cause: RestartCause | None = None
@@ -154,11 +104,11 @@ class _Worker:
 
 
 class Pool:
-    """Mutable, and only from the event loop: `_waiting`, `_workers`, `_idle` (a stack), `_closing`,
+    """Mutable, and only from the event loop: `_line`, `_workers`, `_idle` (a stack), `_closing`,
     `_service_s` (0 until the first answer), `_warm_up_s` (0 until the first worker is ready).
 
-    An entry is in `_waiting`, or in one worker's `entry`, or answered. While a worker is idle,
-    `_waiting` is empty.
+    An entry is in `_line`, or in one worker's `entry`, or answered. While a worker is idle, `_line` is
+    empty.
     """
 
     def __init__(
@@ -183,7 +133,7 @@ class Pool:
         self._start_timeout_s = start_timeout_s
         self._launch = launch
         self._tick_s = min(_TICK_MAX_S, hang_timeout_s / 4)
-        self._waiting: OrderedDict[_Entry, None] = OrderedDict()
+        self._line: Line[bytes] = Line(events=events, expected_s=self._expected_s, take=self._take)
         self._workers: set[_Worker] = set()
         self._idle: list[_Worker] = []
         self._service_s = 0.0
@@ -213,9 +163,7 @@ class Pool:
         self._closing.set()
         if self._ticker is not None:
             self._ticker.cancel()
-        while self._waiting:
-            entry, _ = self._waiting.popitem(last=False)
-            entry.answer(_LOST)
+        self._line.clear(LOST)
         for worker in self._workers:
             self._retire(worker)
         if not self._keepers:
@@ -235,7 +183,7 @@ class Pool:
 
     async def embed_many(self, texts: Sequence[str]) -> list[NDArray[np.float32]]:
         """All of `texts`, in order, however long the queue; raises ModelError. For start-up."""
-        outcomes: list[Outcome] = [_LOST] * len(texts)
+        outcomes: list[Outcome] = [LOST] * len(texts)
         todo = iter(enumerate(texts))
 
         async def feed() -> None:
@@ -259,37 +207,19 @@ class Pool:
 
     async def _submit(self, text: str, *, deadline: float, capacity: float) -> Outcome:
         if self._closing.is_set():
-            return _LOST
-        now = self._loop.time()
-        if now >= deadline:
-            self._events.skipped(SkipCause.DEADLINE)
-            return _LATE
-        reply: asyncio.Future[Outcome] = self._loop.create_future()
-        entry = _Entry(text, admitted=now, deadline=deadline, reply=reply)
-        if (refused := self._admit(entry, capacity)) is not None:
-            return refused
-        timer = self._loop.call_at(deadline, self._expire, entry)
-        try:
-            return await reply
-        finally:
-            timer.cancel()
-            if reply.cancelled():
-                self._abandon(entry)
+            return LOST
+        text_bytes = encode_text(bound(text))
+        return await self._line.submit(text_bytes, deadline=deadline, capacity=capacity)
 
-    def _admit(self, entry: _Entry, capacity: float) -> NotEmbedded | None:
+    def _take(self, entry: _Text) -> bool:
+        """Whether it need not wait: a worker has it, or nobody ever could."""
         while self._idle:
             if self._hand(self._idle.pop(), entry):
-                return None
+                return True
         if self._is_hopeless(entry):
-            return _LOST
-        if len(self._waiting) >= capacity:
-            return _FULL
-        if self._expected_s() > _WAIT_SHARE * (entry.deadline - entry.admitted):
-            self._events.skipped(SkipCause.DEADLINE)
-            return _LATE
-        self._waiting[entry] = None
-        self._events.queue_depth(len(self._waiting))
-        return None
+            entry.answer(LOST)
+            return True
+        return False
 
     def _expected_s(self) -> float:
         """Until one more entry would be done. While a worker idles, nobody is refused: so a mean that
@@ -297,10 +227,10 @@ class Pool:
         """
         busy = sum(worker.state is _State.BUSY for worker in self._workers)
         # Those that are busy are half done on average.
-        turns = (len(self._waiting) + 0.5) / max(busy, 1)
+        turns = (len(self._line) + 0.5) / max(busy, 1)
         return (turns + 1) * self._service_s
 
-    def _is_hopeless(self, entry: _Entry) -> bool:
+    def _is_hopeless(self, entry: _Text) -> bool:
         """Whether no worker is there, nor can be in time: the caller has something better to do then
         than to wait for its deadline.
         """
@@ -309,44 +239,10 @@ class Pool:
         launched = [worker.since for worker in self._workers if worker.state is _State.STARTING]
         return entry.deadline < min(launched, default=self._loop.time()) + self._warm_up_s
 
-    def _expire(self, entry: _Entry) -> None:
-        if entry.reply.done():
-            return
-        entry.answer(_LATE)
-        self._withdraw(entry, SkipCause.DEADLINE)
-
-    def _abandon(self, entry: _Entry) -> None:
-        self._withdraw(entry, SkipCause.CALLER_GONE)
-
-    def _withdraw(self, entry: _Entry, cause: SkipCause) -> None:
-        """Out of the queue; one that a worker already holds is finished for nobody."""
-        if entry in self._waiting:
-            del self._waiting[entry]
-            self._events.skipped(cause)
-            self._events.queue_depth(len(self._waiting))
-
-    def _next_entry(self) -> _Entry | None:
-        """The oldest entry that somebody still waits for, in time."""
-        now = self._loop.time()
-        found = None
-        depth = len(self._waiting)
-        while self._waiting and found is None:
-            entry, _ = self._waiting.popitem(last=False)
-            if entry.reply.done():
-                self._events.skipped(SkipCause.CALLER_GONE)
-            elif now >= entry.deadline:  # its timer is due in this turn of the loop
-                entry.answer(_LATE)
-                self._events.skipped(SkipCause.DEADLINE)
-            else:
-                found = entry
-        if depth:
-            self._events.queue_depth(len(self._waiting))
-        return found
-
-    def _hand(self, worker: _Worker, entry: _Entry) -> bool:
+    def _hand(self, worker: _Worker, entry: _Text) -> bool:
         """Give an entry to a worker that has none; False: the worker is dying."""
         now = self._loop.time()
-        if not self._send(worker, entry.text, now):
+        if not self._send(worker, entry.work, now):
             return False
         worker.entry = entry
         entry.wait_s = now - entry.admitted
@@ -368,14 +264,12 @@ class Pool:
         if worker.cause is not None:
             self._retire(worker)
             return
-        entry = self._next_entry()
+        entry = self._line.next()
         if entry is None:
             worker.state, worker.since = _State.IDLE, self._loop.time()
             self._idle.append(worker)
         elif not self._hand(worker, entry):
-            self._waiting[entry] = None
-            self._waiting.move_to_end(entry, last=False)
-            self._events.queue_depth(len(self._waiting))
+            self._line.put_back(entry)
 
     # --- what workers say --------------------------------------------------------------------------
 
@@ -387,7 +281,8 @@ class Pool:
         ):
             entry, worker.entry = worker.entry, None
             if entry is not None:
-                self._served(self._loop.time() - worker.since)
+                busy_s = self._loop.time() - worker.since
+                self._service_s = running_mean(self._service_s, busy_s)
             self._free(worker)  # before the caller wakes: the worker must not wait for it
             if entry is not None:
                 self._answer(entry, event)
@@ -400,14 +295,10 @@ class Pool:
         else:
             self._condemn(worker, RestartCause.PROTOCOL)
 
-    def _served(self, busy_s: float) -> None:
-        weight = _SERVICE_WEIGHT if self._service_s else 1.0
-        self._service_s += weight * (busy_s - self._service_s)
-
-    def _answer(self, entry: _Entry, reply: Done | Failed) -> None:
+    def _answer(self, entry: _Text, reply: Done | Failed) -> None:
         if isinstance(reply, Failed):
             _log.warning("a worker could not embed a text: %s", reply.reason)
-            entry.answer(_LOST)
+            entry.answer(LOST)
             return
         self._events.embedded(wait_s=entry.wait_s, embed_s=reply.embed_s)
         vectors = np.frombuffer(reply.vectors, np.float32).reshape(reply.rows, -1)
@@ -441,16 +332,11 @@ class Pool:
         """
         entry, worker.entry = worker.entry, None
         if entry is not None:
-            entry.answer(_LOST)
+            entry.answer(LOST)
         if worker.state is _State.IDLE:
             self._idle.remove(worker)
         worker.state, worker.since = _State.LOST, self._loop.time()
-        hopeless = [entry for entry in self._waiting if self._is_hopeless(entry)]
-        for entry in hopeless:
-            del self._waiting[entry]
-            entry.answer(_LOST)
-        if hopeless:
-            self._events.queue_depth(len(self._waiting))
+        self._line.clear(LOST, which=self._is_hopeless)
 
     # --- supervision -------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Which part of a prompt is embedded, in characters; it knows no tokeniser and no model."""
+"""Which part of a prompt is embedded; it knows no tokeniser and no model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Final
 END_CHARS: Final = 2_048
 MAX_CHARS: Final = 2 * END_CHARS + 104
 """What a caller may hand over uncut: two ends and whatever it put between them."""
+
+MAX_TOKENS: Final = 256
+"""Up to here a text is one vector; in tokens of the model, or an estimate of them."""
+END_TOKENS: Final = 128
+"""Beyond, each end of it is a vector of at most so many tokens."""
 
 _BLANK_LINE: Final = re.compile(r"\n\s*\n")
 

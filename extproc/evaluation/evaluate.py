@@ -82,7 +82,7 @@ class Evaluation:
     """Rows: where prompts belong; columns: where they went; both in the order of `classes`."""
     reasons: dict[str, int]
     undecided: int
-    """Prompts that the workers failed on; they count as sent to the default."""
+    """Prompts that the encoder failed on; they count as sent to the default."""
     repeated: int
     """Prompts that are an utterance of the routes word for word, and so too easy."""
     calibration: Calibration | None

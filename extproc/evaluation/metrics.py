@@ -164,13 +164,14 @@ def _mean(hits: Bools) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Of the real pool, with as many prompts in flight as it has workers: nothing waits in its queue."""
+    """Of the real encoder, with as many prompts in flight as it embeds at once: nothing queues."""
 
     p50_ms: float
     p95_ms: float
     decisions_per_s: float
     total_s: float
     workers: int
+    """In flight: the workers, or the calls to an embedding service."""
 
 
 def timing(seconds: Floats, *, total_s: float, workers: int) -> Timing:

@@ -85,7 +85,7 @@ def _tiles(found: Evaluation) -> Element:
         _tile(
             "Decisions a second",
             f"{timing.decisions_per_s:,.0f}",
-            f"with {timing.workers} {'worker' if timing.workers == 1 else 'workers'}",
+            f"with {timing.workers} in flight",
         ),
         class_="tiles",
     )

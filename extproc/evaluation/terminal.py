@@ -58,7 +58,6 @@ def _headline(found: Evaluation) -> str:
     outside = found.prompts - found.in_scope
     auroc = "–" if found.auroc is None else f"{found.auroc:.3f}"
     timing = found.timing
-    workers = f"{timing.workers} worker{'' if timing.workers == 1 else 's'}"
     took = f"p50 {timing.p50_ms:.2f} ms, p95 {timing.p95_ms:.2f} ms"
     rows = [
         ("prompts", f"{found.prompts:,}: {found.in_scope:,} in scope, {outside:,} of no route"),
@@ -67,7 +66,10 @@ def _headline(found: Evaluation) -> str:
         ("no route, to default", rate_text(found.rejection)),
         ("AUROC of best score", auroc),
         ("decided by", decided_by(found)),
-        ("time a decision", f"{took}; {timing.decisions_per_s:,.0f} a second with {workers}"),
+        (
+            "time a decision",
+            f"{took}; {timing.decisions_per_s:,.0f} a second with {timing.workers} in flight",
+        ),
     ]
     return "\n".join(f"{name:<22}{value}" for name, value in rows)
 

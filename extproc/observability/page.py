@@ -14,6 +14,7 @@ from extproc.core.circuit import State
 from extproc.core.errors import FallbackReason, Outcome, RouteReason
 from extproc.core.ledger import UnseenCause
 from extproc.embedding.pool import RestartCause, SkipCause
+from extproc.embedding.service import Fault
 from extproc.envoyconf import access_log, stats, tracing
 from extproc.metrics import Metrics, RecordKind
 from extproc.serving import decided, events
@@ -38,12 +39,17 @@ _SPANS: Final = (
         "Envoy's call to the sidecar; `canceled` is how such a call ends well",
     ),
     (decided.SERVICE, decided.DECISION, "Envoy's call", "from the body's arrival to the reply"),
-    (decided.SERVICE, decided.QUEUE, f"`{decided.DECISION}`", "waiting for a worker"),
+    (
+        decided.SERVICE,
+        decided.QUEUE,
+        f"`{decided.DECISION}`",
+        "waiting for a worker, or for a call to the embedding service",
+    ),
     (
         decided.SERVICE,
         decided.EMBED,
         f"`{decided.DECISION}`",
-        "tokenising and running the model, in the worker",
+        "tokenising and running the model, in the worker; with an embedding service, the call",
     ),
     (decided.SERVICE, decided.SCORE, f"`{decided.DECISION}`", "comparing with the routes"),
 )
@@ -66,6 +72,7 @@ _LABELS: Final[Sequence[tuple[str, str, Iterable[str] | str]]] = (
     ("reason", "`{fallback}`", FallbackReason),
     ("cause", "`pointsman_queue_skipped_total`", SkipCause),
     ("cause", "`pointsman_worker_restarts_total`", RestartCause),
+    ("cause", "`pointsman_embedding_failures_total`", Fault),
     ("kind", "`pointsman_records_total`", RecordKind),
     ("kind", "`pointsman_tokens_total`", ("prompt", "completion")),
     ("usage", "`pointsman_answers_total`", ("reported", "absent")),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, aclosing
 
@@ -24,10 +24,13 @@ STALE_BEAT_S = 15.0
 
 
 class Health:
-    """Mutable state: `ready`, and the serving loop's last beat (monotonic seconds)."""
+    """Mutable state: `ready`, the serving loop's last beat (monotonic seconds), and whom to ask for the
+    embedding service's condition: empty, or why it is left alone.
+    """
 
     def __init__(self) -> None:
         self.ready = False
+        self.condition: Callable[[], str] = lambda: ""
         self._beat_s = time.monotonic()
 
     def beat(self) -> None:
@@ -133,7 +136,10 @@ class AdminServer:
 
     async def _readyz(self, _request: web.Request) -> web.Response:
         if self._health.ready and self._health.is_live:
-            return web.Response(text="ok\n")
+            why = self._health.condition()
+            return web.Response(
+                text=f"ok, without the embedding service: {why}\n" if why else "ok\n"
+            )
         return web.Response(status=503, text="not ready\n")
 
 

@@ -30,7 +30,11 @@ def test_probes_answer_in_both_places_and_metrics_in_one(served):
         assert httpx.get(f"{base}/healthz").status_code == 200
         assert httpx.get(f"{base}/readyz").status_code == 503
     health.ready = True
-    assert httpx.get(f"{probes}/readyz").status_code == 200
+    assert httpx.get(f"{probes}/readyz").text == "ok\n"
+    health.condition = lambda: "connect_error"
+    ready = httpx.get(f"{probes}/readyz")
+    assert ready.status_code == 200, "without its embedding service a sidecar serves, and says so"
+    assert ready.text == "ok, without the embedding service: connect_error\n"
     assert httpx.get(f"{metrics}/metrics").status_code == 200
     assert httpx.get(f"{probes}/metrics").status_code == 404
 

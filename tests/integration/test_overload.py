@@ -17,8 +17,10 @@ import pytest
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from extproc.app.embedding import running_embedding
 from extproc.app.judge import Judge, build_static, fit_fast_tier, open_static
-from extproc.app.serve import compile_plan, running_embedding, running_sidecar
+from extproc.app.plan import compile_plan
+from extproc.app.serve import running_sidecar
 from extproc.config import load
 from extproc.core.errors import RouteReason
 from extproc.core.exchange import Exchange, NeedEmbedding, RequestBody, RequestHeaders

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from extproc.config import FallbackMode, parse
 from extproc.core import errors, wire_names
 from extproc.embedding.pool import RestartCause, SkipCause
+from extproc.embedding.service import Fault
 from extproc.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]
@@ -83,4 +84,4 @@ def test_metrics_are_told_with_their_labels():
         for name, labels in re.findall(r"^\| `(\w+)` \| ([^|]*)\|", text, re.MULTILINE)
     }
     assert told == real
-    assert all(f"`{cause}`" in text for cause in (*RestartCause, *SkipCause))
+    assert all(f"`{cause}`" in text for cause in (*RestartCause, *SkipCause, *Fault))

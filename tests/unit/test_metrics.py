@@ -18,6 +18,7 @@ from extproc.core.accounts import AttemptRecord, Hop
 from extproc.core.circuit import State
 from extproc.core.errors import FallbackReason, Outcome, RouteReason
 from extproc.core.ledger import Found, Tally
+from extproc.embedding.service import Fault
 from extproc.metrics import Metrics
 
 
@@ -148,6 +149,8 @@ def test_series_are_bounded_by_the_configuration() -> None:
         metrics.watch_circuit(upstream, lambda: State.OPEN)
         for state in State:
             metrics.circuit_moved(upstream, state)
+    for fault in Fault:
+        metrics.call_failed(fault)
     kinds = [value for value in vars(errors).values() if isinstance(value, errors.ErrorKind)]
     for kind in kinds:
         metrics.rejected(kind.code)
@@ -245,3 +248,20 @@ def test_what_alerts_ask_for_is_there_before_it_happens() -> None:
     assert value(metrics, "pointsman_queue_skipped_total", cause="died") == 0
     assert value(metrics, "pointsman_circuit_transitions_total", upstream="vllm-a", to="open") == 0
     assert value(metrics, "pointsman_answers_total", upstream="vllm-a", usage="absent") == 0
+
+
+def test_calls_to_an_embedding_service_are_told() -> None:
+    metrics = make()
+    metrics.call_sent(3)
+    metrics.call_failed(Fault.TIMEOUT)
+    metrics.service_ready(ready=True)
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in scrape(metrics).values()
+        for sample in family.samples
+    }
+    assert found["pointsman_embed_batch_size_sum",] == 3
+    assert found["pointsman_embed_batch_size_bucket", "2.0"] == 0
+    assert found["pointsman_embed_batch_size_bucket", "4.0"] == 1
+    assert found["pointsman_embedding_failures_total", "timeout"] == 1
+    assert found["pointsman_embedding_service_ready",] == 1

@@ -85,6 +85,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- with dig "router" "encoder" "api_key_env" "" $config -}}
+{{- if not (hasKey $.Values.apiKeys .) -}}
+{{- fail (printf "config.router.encoder.api_key_env is %s, which is not among apiKeys: add apiKeys.%s with secret and key" . .) -}}
+{{- end -}}
+{{- end -}}
 {{- if regexMatch $loopback $config.health.listen -}}
 {{- fail (printf "config.health.listen is %s, where no kubelet can ask: leave it out, or take an address of the pod" $config.health.listen) -}}
 {{- end -}}

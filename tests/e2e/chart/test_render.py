@@ -163,6 +163,17 @@ def test_schema_refuses(helm, values, said):
             "config.upstream.x.api_key_env is KEY, which is not among apiKeys",
         ),
         (
+            {
+                "config": {
+                    "upstream": {"x": UPSTREAM},
+                    "router": {
+                        "encoder": {"url": "http://tei:80/v1/embeddings", "api_key_env": "E"}
+                    },
+                }
+            },
+            "config.router.encoder.api_key_env is E, which is not among apiKeys",
+        ),
+        (
             {"config": {"upstream": {"x": UPSTREAM}, "server": {"listen": "127.0.0.1:8080"}}},
             "which no Service reaches",
         ),

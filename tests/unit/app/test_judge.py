@@ -9,11 +9,11 @@ import pytest
 from fakes import CHAT, CODE, NOWHERE, RULES, FakeEmbedder, embedded, make_plan
 from prometheus_client import CollectorRegistry
 
-from extproc.app.judge import FastTier, Judge
+from extproc.app.judge import FastTier, Judge, fit_fast_tier
 from extproc.core.cache import DecisionCache
 from extproc.core.errors import RouteReason
 from extproc.core.exchange import NotEmbedded, Scored
-from extproc.core.routing import RouteScore, SemanticIndex
+from extproc.core.routing import THRESHOLD_FEW, RouteRule, RouteScore, SemanticIndex
 from extproc.metrics import Metrics
 
 NOW_S = 100.0
@@ -188,3 +188,50 @@ def test_cascade_waits_for_the_static_encoder():
 
 def test_scores_are_those_that_the_exchange_decides_by():
     assert isinstance(Bench({"x": CODE}).ask("x").scores[0], RouteScore)
+
+
+# --- utterances that are known late, or anew ------------------------------------------------------
+
+
+def unlearned(**options):
+    bench = Bench({"x": CODE}, cascade=True, **options)
+    bench.judge.know(SemanticIndex(RULES, None), None)
+    return bench
+
+
+def test_static_encoder_spares_nobody_before_it_could_be_compared():
+    bench = unlearned(static={"x": CHAT}, margin=0)
+    bench.embed.answers = {"x": RouteReason.DEGRADED_WORKER}
+    scored = bench.ask("x")
+    assert (best(scored), scored.degraded) == ("chat", True)
+    assert bench.count("pointsman_cascade_total", encoder="static") == 0
+
+
+def test_what_is_learned_decides_from_then_on():
+    bench = Bench({"x": CODE}, cache=DecisionCache(4, b"old"))
+    assert best(bench.ask("x")) == "code"
+    turned = {"code": np.float32([CHAT]), "chat": np.float32([CODE] * 2)}
+    bench.judge.know(SemanticIndex(RULES, turned), DecisionCache(4, b"new"))
+    assert best(bench.ask("x")) == "chat", "neither the old index nor the old cache"
+    assert len(bench.embed.calls) == 2
+
+
+def test_decision_by_what_was_known_before_is_not_remembered():
+    bench = Bench({"x": CODE}, cache=DecisionCache(4, b"old"))
+    new = DecisionCache(4, b"new")
+    ask = bench.embed.__call__
+
+    async def learn_meanwhile(text, deadline):
+        bench.judge.know(bench.plan.index, new)
+        return await ask(text, deadline)
+
+    bench.judge._embed = learn_meanwhile
+    assert best(bench.ask("x")) == "code"
+    assert len(new) == 0
+
+
+def test_unfitted_static_encoder_uses_the_thresholds_of_its_own_model():
+    rules = [RouteRule("code", ("a",), threshold=0.9), RouteRule("chat", ("b",), threshold=0.9)]
+    tier = fit_fast_tier(FakeStatic({"a": CODE, "b": CHAT}), rules, None)
+    scores = FastTier(FakeStatic({"x": CODE}), tier._index).scores("x")
+    assert [each.threshold for each in scores] == [THRESHOLD_FEW] * 2

@@ -10,8 +10,9 @@ from extproc.config import ConfigError, parse
 from extproc.config.load import known_keys
 
 DOC = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
-ENVIRON = {"PRIMARY_API_KEY": "p", "FALLBACK_API_KEY": "f"}
+ENVIRON = {"PRIMARY_API_KEY": "p", "FALLBACK_API_KEY": "f", "EMBEDDINGS_API_KEY": "e"}
 UPSTREAM = '[upstream.x]\nbase_url = "http://x.example"\nmodel = "m"\n'
+SERVICE = '[router.encoder]\nurl = "http://x.example/v1/embeddings"\n'
 ROUTE = '[[route]]\nname = "default"\nupstreams = ["x"]\n'
 
 
@@ -50,6 +51,8 @@ def test_documented_default_is_the_default(label, key, default):
         without, with_default = UPSTREAM, UPSTREAM + given
     elif label == "[[route]]":
         without, with_default = UPSTREAM + ROUTE, UPSTREAM + ROUTE + given
+    elif label == "[router.encoder]":
+        without, with_default = UPSTREAM + SERVICE, UPSTREAM + SERVICE + given
     else:
         without, with_default = UPSTREAM, f"{label}\n{given}{UPSTREAM}"
     assert parse(with_default, file="x", environ={}) == parse(without, file="x", environ={})
@@ -62,6 +65,9 @@ def test_keys_without_a_literal_default_are_these():
         ("name", "required"),
         ("base_url", "required"),
         ("model", "required"),
+        ("model", "none"),
+        ("url", "none"),
+        ("dimensions", "none"),
         ("upstreams", "required"),
         ("api_key_env", "none"),
         ("path", "none"),
@@ -96,10 +102,11 @@ def test_full_example_has_every_key():
                 there = full["upstream"]["primary"].keys()
             case "[[route]]":
                 there = full["route"][0].keys()
-            case "[router.encoder]":
-                there = full["router"]["encoder"].keys()
             case "[extproc.tls]":
                 there = full["extproc"]["tls"].keys()
+            case "[router.encoder]":  # path excludes the others, which have an example of their own
+                (service,) = (each for each in examples() if "/v1/embeddings" in each)
+                there = {*full["router"]["encoder"], *tomllib.loads(service)["router"]["encoder"]}
             case _:
                 there = full[label[1:-1]].keys()
         assert set(keys) == set(there), label

@@ -86,6 +86,14 @@ def test_threshold_follows_the_number_of_utterances_unless_set(
     assert score.threshold == expected
 
 
+def test_index_of_unknown_vectors_scores_nothing_yet_is_worth_asking() -> None:
+    index = SemanticIndex([RouteRule("code", utterances=("x",))], None)
+    assert not index.is_empty
+    assert not index.is_known
+    assert index.scores(embedded(CODE).vectors) == ()
+    assert SemanticIndex([RouteRule("code")], None).is_empty
+
+
 # --- thresholds from the utterances ----------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ def test_figures_tables_and_notes(evaluated):
     assert "3: 2 in scope, 1 of no route" in text
     assert "in scope, right       50.0 %" in text
     assert "1 code        1  ·  ·" in text
-    assert "p50 0.90 ms, p95 1.40 ms; 900 a second with 2 workers" in text
+    assert "p50 0.90 ms, p95 1.40 ms; 900 a second with 2 in flight" in text
     assert "one for all routes" in text
     assert "note: 1 prompt in the data and among the routes' utterances" in text
 
