@@ -1,11 +1,13 @@
 """One TOML file -> one frozen, validated `Config`."""
 
-from extproc.config.load import ConfigError, Fault, load, parse
+from extproc.config.files import ClientKey, client_keys
+from extproc.config.load import ConfigError, Fault, Files, load, parse
 from extproc.config.model import (
     ACCESS_OFF,
     ACCESS_STDOUT,
     RETRY_AFTER_CAP_S,
     Address,
+    Auth,
     Chain,
     Config,
     Encoder,
@@ -18,25 +20,31 @@ from extproc.config.model import (
     Route,
     Router,
     Server,
+    Tls,
+    TlsVersion,
     Tracing,
     UnknownModel,
     Upstream,
     route_chain,
     upstream_chain,
 )
+from extproc.config.values import Unfit
 
 __all__ = [
     "ACCESS_OFF",
     "ACCESS_STDOUT",
     "RETRY_AFTER_CAP_S",
     "Address",
+    "Auth",
     "Chain",
+    "ClientKey",
     "Config",
     "ConfigError",
     "Encoder",
     "Fallback",
     "FallbackMode",
     "Fault",
+    "Files",
     "Log",
     "LogFormat",
     "LogLevel",
@@ -44,9 +52,13 @@ __all__ = [
     "Route",
     "Router",
     "Server",
+    "Tls",
+    "TlsVersion",
     "Tracing",
+    "Unfit",
     "UnknownModel",
     "Upstream",
+    "client_keys",
     "load",
     "parse",
     "route_chain",

@@ -55,8 +55,8 @@ _KINDS: Final[Mapping[type, str]] = {
 }
 
 
-class Unfit(Exception):  # noqa: N818  never leaves the config package
-    """A value that its key cannot take."""
+class Unfit(Exception):  # noqa: N818  it judges a value; of a file read again, others see it too
+    """A value that its key cannot take, or a file that cannot serve."""
 
     def __init__(self, problem: str, mend: str) -> None:
         super().__init__(problem)
@@ -344,6 +344,15 @@ def socket_path(value: object) -> str:
         raise Unfit(
             f"is {length} bytes long", f"shorten it to {_MAX_SOCKET_BYTES}: Unix allows no more"
         )
+    return path
+
+
+def file_path(value: object) -> str:
+    """The absolute path of a file that Envoy reads, or the sidecar."""
+    mend = 'write a path that begins with "/"'
+    path = _string(value, mend)
+    if not (path.startswith("/") and path.isprintable()):
+        raise Unfit(f"{quoted(path)} is not an absolute path", mend)
     return path
 
 

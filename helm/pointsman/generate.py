@@ -17,7 +17,7 @@ from typing import Any, Final
 import yaml
 
 from extproc.config.load import COUNTABLE
-from extproc.config.model import FallbackMode, UnknownModel
+from extproc.config.model import FallbackMode, TlsVersion, UnknownModel
 from extproc.core.errors import Content
 from extproc.demo import DEMO_CONFIG
 
@@ -50,6 +50,7 @@ _SPECIAL: Final[dict[tuple[str, str], Schema]] = {
         "type": "string",
         "pattern": "^[A-Za-z_][A-Za-z0-9_]{0,99}$",
     },
+    ("[server.tls]", "min_version"): {"enum": [str(each) for each in TlsVersion]},
     ("[circuit_breaker]", "counted_errors"): {
         "type": "array",
         "minItems": 1,

@@ -29,7 +29,8 @@ def examples():
 def test_every_key_of_the_reader_is_documented_and_no_other():
     documented = {label: {key for key, _ in rows} for label, rows in sections()}
     known = {label: set(keys) for label, keys in known_keys().items() if label}
-    known["[router]"].remove("encoder")  # a table of its own
+    for table, inner in (("[router]", "encoder"), ("[server]", "tls"), ("[server]", "auth")):
+        known[table].remove(inner)  # a table of its own
     assert documented == known
 
 
@@ -49,6 +50,9 @@ def test_documented_default_is_the_default(label, key, default):
         without, with_default = UPSTREAM, UPSTREAM + given
     elif label == "[[route]]":
         without, with_default = UPSTREAM + ROUTE, UPSTREAM + ROUTE + given
+    elif label == "[server.tls]":
+        without = f'{UPSTREAM}{label}\ncert_file = "/c"\nkey_file = "/k"\n'
+        with_default = without + given
     else:
         without, with_default = UPSTREAM, f"{label}\n{given}{UPSTREAM}"
     assert parse(with_default, file="x", environ={}) == parse(without, file="x", environ={})
@@ -63,6 +67,12 @@ def test_keys_without_a_literal_default_are_these():
         ("model", "required"),
         ("upstreams", "required"),
         ("api_key_env", "none"),
+        ("api_key_file", "none"),
+        ("ca_file", "none"),
+        ("cert_file", "required"),
+        ("key_file", "required"),
+        ("client_ca_file", "none"),
+        ("keys_file", "required"),
         ("path", "none"),
         ("endpoint", "none"),
         ("listen", "none"),
@@ -85,11 +95,13 @@ def test_full_example_has_every_key():
             case "":
                 there = full.keys()
             case "[upstream.ID]":
-                there = full["upstream"]["primary"].keys()
+                # api_key_env and api_key_file exclude each other.
+                there = {key for upstream in full["upstream"].values() for key in upstream}
             case "[[route]]":
                 there = full["route"][0].keys()
-            case "[router.encoder]":
-                there = full["router"]["encoder"].keys()
+            case "[router.encoder]" | "[server.tls]" | "[server.auth]":
+                table, inner = label[1:-1].split(".")
+                there = full[table][inner].keys()
             case _:
                 there = full[label[1:-1]].keys()
         assert set(keys) == set(there), label
