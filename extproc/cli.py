@@ -9,10 +9,14 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from extproc.config import Files
 
 # Before numpy is imported anywhere: with more BLAS threads than cores to spare, a product of
 # 200 x 512 took 8 ms instead of 7 us.
@@ -94,7 +98,8 @@ def _parser() -> argparse.ArgumentParser:
         "check",
         help="validate a configuration",
         description="Print one line per fault: file, line, key, what is wrong, how to mend it. "
-        "Exit 0 when there is none, 2 otherwise.",
+        "Exit 0 when there is none, 2 otherwise. Certificates and key files are judged where they "
+        "can be read; where not, a warning says so.",
     )
     check.add_argument("file", type=Path, metavar="FILE")
     check.set_defaults(run=_check)
@@ -103,9 +108,16 @@ def _parser() -> argparse.ArgumentParser:
         "render",
         help="print the Envoy bootstrap",
         description="Print the Envoy bootstrap as YAML, the same bytes each time. Keys are read "
-        "by Envoy from its own environment and are not in it.",
+        "by Envoy from its own environment, or from files, and are not in it.",
     )
     render.add_argument("file", type=Path, metavar="FILE")
+    render.add_argument(
+        "--write",
+        action="store_true",
+        help="write it as envoy.yaml into the folder of the socket instead, with the files that it "
+        "refers to where [server.tls], [server.auth], api_key_file or ca_file are used; every file "
+        "of the configuration must be there and fit",
+    )
     render.add_argument("--socket", metavar="PATH", help="instead of [extproc] socket")
     render.set_defaults(run=_render)
 
@@ -162,6 +174,18 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="with --url: its configuration, if not the demo's",
+    )
+    drill.add_argument(
+        "--api-key-env",
+        metavar="NAME",
+        help="with --url: the environment variable that holds a key for [server.auth]",
+    )
+    drill.add_argument(
+        "--ca-file",
+        type=Path,
+        metavar="FILE",
+        help="with --url https://...: the CA of its certificate, if not one of the system's; the "
+        "name in it is not compared, for a drill stays on this machine",
     )
     drill.add_argument("--json", action="store_true", help="for machines; progress goes to stderr")
     drill.set_defaults(run=_drill)
@@ -298,11 +322,21 @@ def _serve(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _files(*, insist: bool) -> Files:
+    from extproc.config import Fault, Files
+
+    def warn(fault: Fault) -> None:
+        _say(f"warning: {fault}")
+
+    return Files(now_s=time.time(), warn=warn, insist=insist)
+
+
 def _check(arguments: argparse.Namespace) -> int:
     from extproc.config import ConfigError, load
 
     try:
-        config = load(arguments.file, environ=os.environ)
+        # A laptop or CI need not have the certificates; what is there is judged.
+        config = load(arguments.file, environ=os.environ, files=_files(insist=False))
     except ConfigError as error:
         return _report_faults(error)
     print(f"{arguments.file}: ok, {len(config.upstreams)} upstreams, {len(config.routes)} routes")
@@ -310,16 +344,24 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _render(arguments: argparse.Namespace) -> int:
-    from extproc.config import ConfigError, load
+    from extproc.app.envoy_files import install
+    from extproc.config import ConfigError, Unfit, load
     from extproc.envoyconf import render
 
     try:
-        config = load(arguments.file, environ=None)
+        files = _files(insist=True) if arguments.write else None
+        config = load(arguments.file, environ=None, files=files)
     except ConfigError as error:
         return _report_faults(error)
     if arguments.socket:
         config = dataclasses.replace(config, extproc_socket=arguments.socket)
-    sys.stdout.write(render(config))
+    if not arguments.write:
+        sys.stdout.write(render(config))
+        return 0
+    try:
+        print(install(config))
+    except (Unfit, OSError) as error:
+        return _fail(error)
     return 0
 
 
@@ -368,6 +410,8 @@ def _drill(arguments: argparse.Namespace) -> int:
             url=arguments.url,
             upstream=arguments.upstream,
             config=arguments.config,
+            api_key_env=arguments.api_key_env,
+            ca_file=arguments.ca_file,
         )
         reports = drill(options, show=_say if arguments.json else _show)
     except (PlanError, ConfigError) as error:

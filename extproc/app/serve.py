@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
+from extproc.app.envoy_files import KeyKeeper
 from extproc.app.judge import (
     EmbedFully,
     Encodes,
@@ -154,6 +155,7 @@ async def running_sidecar(
                 max_body_bytes=config.server.max_body_bytes,
             )
             await server.start()
+            keeper = _keep_keys(config, metrics)
             reconciler.start()
             health.ready = True
             late = asyncio.create_task(_supply(config, embedding, judge))  # the cores are free now
@@ -162,6 +164,8 @@ async def running_sidecar(
             finally:
                 health.ready = False
                 await _cancel(late)
+                if keeper is not None:
+                    await _cancel(keeper)
                 await server.drain(DRAIN_S)
                 await reconciler.aclose()
                 if tracing is not None:
@@ -170,6 +174,14 @@ async def running_sidecar(
         await _cancel(beat)
         await _cancel(fast)
         await asyncio.to_thread(admin.stop)
+
+
+def _keep_keys(config: Config, metrics: Metrics) -> asyncio.Task[None] | None:
+    auth = config.server.auth
+    if auth is None:
+        return None
+    keeper = KeyKeeper(auth.keys_file, config.run_dir, told=lambda ok: metrics.keys_reloaded(ok=ok))
+    return asyncio.create_task(keeper.run())
 
 
 def _traces(config: Config) -> Traces | None:

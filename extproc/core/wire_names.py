@@ -16,6 +16,9 @@ STREAM: Final = "x-pointsman-stream"
 SKIP: Final = "x-pointsman-skip"
 ADMISSION: Final = "x-pointsman-admission"
 
+CLIENT: Final = "x-pointsman-client"
+"""The id of the client whose key opened the gateway, set by Envoy."""
+
 WATCH: Final = "x-pointsman-watch"
 """Set by a sidecar that is there to hold a stream's headers until its first chunk."""
 
