@@ -70,6 +70,8 @@ _SPECIAL: Final[dict[tuple[str, str], Schema]] = {
 }
 _WITHHELD: Final = {"[extproc]"}
 """The chart places the socket."""
+_PLACED: Final = {"[server.tls]", "[server.auth]"}
+"""The chart's own values give their files, so that none is required here."""
 _RANGE: Final = re.compile(r"\b(\d+) to (\d+)\b")
 
 
@@ -104,7 +106,8 @@ def config_schema() -> Schema:
             "properties": {row[0]: _value(label, *row) for row in rows},
             "additionalProperties": False,
         }
-        if required := [key for key, _, default, _ in rows if default == "required"]:
+        required = [key for key, _, default, _ in rows if default == "required"]
+        if required and label not in _PLACED:
             table["required"] = required
         if label == "[upstream.ID]":
             name = {**_NAME, "not": {"const": "rule"}}

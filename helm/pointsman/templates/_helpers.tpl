@@ -55,6 +55,16 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if .Values.podMonitor.enabled -}}
 {{- $_ := set $needed "metrics" (dict "listen" "0.0.0.0:9464") -}}
 {{- end -}}
+{{- with .Values.tls.secret -}}
+{{- $tls := dict "cert_file" "/etc/pointsman-tls/tls.crt" "key_file" "/etc/pointsman-tls/tls.key" -}}
+{{- if $.Values.tls.clientCa -}}
+{{- $_ := set $tls "client_ca_file" "/etc/pointsman-tls/ca.crt" -}}
+{{- end -}}
+{{- $_ := set $needed.server "tls" $tls -}}
+{{- end -}}
+{{- if .Values.auth.secret -}}
+{{- $_ := set $needed.server "auth" (dict "keys_file" "/etc/pointsman-auth/keys") -}}
+{{- end -}}
 {{- $given := .Values.config -}}
 {{- if include "pointsman.isDemo" . -}}
 {{- $given = .Files.Get "files/demo.json" | fromJson -}}
@@ -68,6 +78,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- regexFind "[0-9]+$" (get $table "listen" | default .default) -}}
 {{- end -}}
 
+{{/* http or https, as clients speak to the Service. */}}
+{{- define "pointsman.scheme" -}}
+{{- ternary "https" "http" (not (empty (include "pointsman.config" . | fromJson).server.tls)) -}}
+{{- end -}}
+
 {{/* What the schema cannot say, each with its mend. */}}
 {{- define "pointsman.refuse" -}}
 {{- $config := include "pointsman.config" . | fromJson -}}
@@ -78,6 +93,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- fail (printf "config.upstream.%s.api_key_env is %s, which is not among apiKeys: add apiKeys.%s with secret and key" $id . .) -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- range $id, $upstream := $config.upstream -}}
+{{- $name := trimPrefix "/etc/pointsman-keys/" ($upstream.api_key_file | default "") -}}
+{{- if and (hasPrefix "/etc/pointsman-keys/" ($upstream.api_key_file | default "")) (not (hasKey $.Values.apiKeyFiles $name)) -}}
+{{- fail (printf "config.upstream.%s.api_key_file is %s, which is not among apiKeyFiles: add apiKeyFiles.%s with secret and key" $id $upstream.api_key_file $name) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (or .Values.tls.clientCa .Values.tls.testSecret) (not .Values.tls.secret) -}}
+{{- fail "tls.clientCa and tls.testSecret need tls.secret: add it, or leave them out" -}}
 {{- end -}}
 {{- if regexMatch $loopback $config.health.listen -}}
 {{- fail (printf "config.health.listen is %s, where no kubelet can ask: leave it out, or take an address of the pod" $config.health.listen) -}}
