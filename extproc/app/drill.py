@@ -208,7 +208,6 @@ async def _all(
 ) -> list[Report]:
     reports = []
     async with new_session() as session:
-        await let_in(session, url, access)
         for setting in settings:
             bases = {each: config.upstreams[each].url for each in setting.models}
             ends = Ends(
@@ -222,6 +221,7 @@ async def _all(
                     setting.upstream,
                 ),
             )
+            await let_in(session, url, access)
             for line in heading(setting, url):
                 show(line)
             metric = config.fallback.metric_prefix
