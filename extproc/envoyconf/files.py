@@ -74,8 +74,10 @@ def _secrets(config: Config) -> Iterable[Secret]:
         certificate = TlsCertificate(
             certificate_chain=DataSource(filename=tls.cert_file),
             private_key=DataSource(filename=tls.key_file),
-            watched_directory=_folder_of(tls.cert_file, in_place=True),
         )
+        # It can watch one folder; without any it watches for a rename of either file.
+        if PurePath(tls.cert_file).parent == PurePath(tls.key_file).parent:
+            certificate.watched_directory = _folder_of(tls.cert_file, in_place=True)
         yield Secret(name=_SERVER, tls_certificate=certificate)
         if tls.client_ca_file is not None:
             yield Secret(name=_CLIENTS, validation_context=_authorities(tls.client_ca_file))

@@ -195,6 +195,31 @@ async def test_a_secret_that_kubernetes_swaps_is_followed(
 
 
 @scenario
+async def test_certificate_and_key_may_lie_in_different_folders(
+    tmp_path: Path, authority: Authority
+) -> None:
+    cert, key = tmp_path / "certs" / "my.crt", tmp_path / "private" / "my.key"
+    for path in (cert, key):
+        path.parent.mkdir()
+
+    def renew() -> None:
+        leaf = authority.issue()
+        put(cert, b"".join(each.bytes() for each in leaf.cert_chain_pems))
+        put(key, leaf.private_key_pem.bytes())
+
+    renew()
+    text = f'[server.tls]\ncert_file = "{cert}"\nkey_file = "{key}"\n'
+    async with gateway(server_keys=text) as running:
+        old = await asyncio.to_thread(served_certificate, running)
+        renew()
+
+        async def renewed() -> bool:
+            return await asyncio.to_thread(served_certificate, running) != old
+
+        await until(renewed)
+
+
+@scenario
 async def test_with_a_client_ca_only_its_clients_come_in(
     mounted: Mounted, authority: Authority, tmp_path: Path
 ) -> None:
