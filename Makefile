@@ -47,6 +47,7 @@ lint: install
 ROUNDS ?= 3
 bench: install $(BENCH_VENV)/.installed
 	$(BIN)/python bench/overhead.py --rounds $(ROUNDS)
+	$(BIN)/python bench/overhead.py --secured --rounds $(ROUNDS)
 	$(BIN)/python bench/decisions.py --rounds $(ROUNDS)
 	$(BIN)/python bench/burst.py --rounds $(ROUNDS)
 	$(BIN)/python bench/remote.py --rounds $(ROUNDS)

@@ -143,7 +143,7 @@ class Server:
     def cpu_seconds(self) -> dict[str, float]:
         """What each part of it has computed so far; the wall clock knows the neighbours, too."""
         assert self._process is not None
-        return _cpu_seconds(self._process.pid)
+        return cpu_seconds_of(self._process.pid)
 
     def restart_at_once(self) -> None:
         """Without waiting for work that nobody waits for any more; for a server without children."""
@@ -155,7 +155,7 @@ PARTS = {"extproc.embedding.worker": "worker", "extproc.cli\0serve": "sidecar", 
 """By what stands in the command line, first match."""
 
 
-def _cpu_seconds(root: int) -> dict[str, float]:
+def cpu_seconds_of(root: int) -> dict[str, float]:
     found = dict.fromkeys(PARTS.values(), 0.0)
     parents: dict[int, int] = {}
     seconds: dict[int, float] = {}

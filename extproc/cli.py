@@ -9,10 +9,14 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    from extproc.config import Files
 
 # Before numpy is imported anywhere: with more BLAS threads than cores to spare, a product of
 # 200 x 512 took 8 ms instead of 7 us.
@@ -95,7 +99,8 @@ def _parser() -> argparse.ArgumentParser:
         "check",
         help="validate a configuration",
         description="Print one line per fault: file, line, key, what is wrong, how to mend it. "
-        "Exit 0 when there is none, 2 otherwise.",
+        "Exit 0 when there is none, 2 otherwise. Certificates and key files are judged where they "
+        "can be read; where not, a warning says so.",
     )
     check.add_argument("file", type=Path, metavar="FILE")
     check.set_defaults(run=_check)
@@ -104,9 +109,16 @@ def _parser() -> argparse.ArgumentParser:
         "render",
         help="print the Envoy bootstrap",
         description="Print the Envoy bootstrap as YAML, the same bytes each time. Keys are read "
-        "by Envoy from its own environment and are not in it.",
+        "by Envoy from its own environment, or from files, and are not in it.",
     )
     render.add_argument("file", type=Path, metavar="FILE")
+    render.add_argument(
+        "--write",
+        action="store_true",
+        help="write it as envoy.yaml into the folder of the socket instead, with the files that it "
+        "refers to where [server.tls], [server.auth], api_key_file or ca_file are used; every file "
+        "of the configuration must be there and fit",
+    )
     render.add_argument("--socket", metavar="PATH", help="instead of [extproc] socket")
     render.set_defaults(run=_render)
 
@@ -136,37 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     route.add_argument("--json", action="store_true", help="for machines")
     route.set_defaults(run=_route)
 
-    drill = commands.add_parser(
-        "drill",
-        help="break an upstream on purpose and see what follows",
-        description="Break an upstream under load, watch the fallback and the recovery, and check "
-        "what must follow. Without --url: on a gateway of its own. Exit 0 if everything held, 1 if "
-        "not, 2 for a drill that makes no sense.",
-    )
-    drill.add_argument(
-        "--fault",
-        nargs="+",
-        action="extend",
-        metavar="FAULT",
-        help=f"hang (the default), {_FAULTS}, or all of them: `all`",
-    )
-    drill.add_argument("--rps", type=float, default=10.0, help="requests a second (default: 10)")
-    drill.add_argument(
-        "--article",
-        action="store_true",
-        help="5 failures in 30 s, 5 s timeout, 30 s cooldown; without it the times are shorter",
-    )
-    drill.add_argument("--url", metavar="URL", help="a running gateway with demo upstreams, here")
-    drill.add_argument("--upstream", metavar="ID", help="with --url: the upstream to break")
-    drill.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="with --url: its configuration, if not the demo's",
-    )
-    drill.add_argument("--json", action="store_true", help="for machines; progress goes to stderr")
-    drill.set_defaults(run=_drill)
-
+    _add_drill(commands)
     _add_watching(commands)
 
     evaluation = commands.add_parser(
@@ -216,6 +198,51 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.set_defaults(run=_export_model, misused=export.error)
     return parser
+
+
+def _add_drill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    drill = commands.add_parser(
+        "drill",
+        help="break an upstream on purpose and see what follows",
+        description="Break an upstream under load, watch the fallback and the recovery, and check "
+        "what must follow. Without --url: on a gateway of its own. Exit 0 if everything held, 1 if "
+        "not, 2 for a drill that makes no sense.",
+    )
+    drill.add_argument(
+        "--fault",
+        nargs="+",
+        action="extend",
+        metavar="FAULT",
+        help=f"hang (the default), {_FAULTS}, or all of them: `all`",
+    )
+    drill.add_argument("--rps", type=float, default=10.0, help="requests a second (default: 10)")
+    drill.add_argument(
+        "--article",
+        action="store_true",
+        help="5 failures in 30 s, 5 s timeout, 30 s cooldown; without it the times are shorter",
+    )
+    drill.add_argument("--url", metavar="URL", help="a running gateway with demo upstreams, here")
+    drill.add_argument("--upstream", metavar="ID", help="with --url: the upstream to break")
+    drill.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="with --url: its configuration, if not the demo's",
+    )
+    drill.add_argument(
+        "--api-key-env",
+        metavar="NAME",
+        help="with --url: the environment variable that holds a key for [server.auth]",
+    )
+    drill.add_argument(
+        "--ca-file",
+        type=Path,
+        metavar="FILE",
+        help="with --url https://...: the CA of its certificate, if not one of the system's; the "
+        "name in it is not compared, for a drill stays on this machine",
+    )
+    drill.add_argument("--json", action="store_true", help="for machines; progress goes to stderr")
+    drill.set_defaults(run=_drill)
 
 
 def _add_watching(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -310,12 +337,22 @@ def _serve(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _files(*, insist: bool) -> Files:
+    from extproc.config import Fault, Files
+
+    def warn(fault: Fault) -> None:
+        _say(f"warning: {fault}")
+
+    return Files(now_s=time.time(), warn=warn, insist=insist)
+
+
 def _check(arguments: argparse.Namespace) -> int:
     from extproc.app.advice import on_thresholds
     from extproc.config import ConfigError, load
 
     try:
-        config = load(arguments.file, environ=os.environ)
+        # A laptop or CI need not have the certificates; what is there is judged.
+        config = load(arguments.file, environ=os.environ, files=_files(insist=False))
     except ConfigError as error:
         return _report_faults(error)
     print(f"{arguments.file}: ok, {len(config.upstreams)} upstreams, {len(config.routes)} routes")
@@ -325,18 +362,26 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _render(arguments: argparse.Namespace) -> int:
-    from extproc.config import SERVE_ONLY, ConfigError, load
+    from extproc.app.envoy_files import install
+    from extproc.config import SERVE_ONLY, ConfigError, Unfit, load
     from extproc.envoyconf import render
 
     try:
-        config = load(arguments.file, environ=None)
+        files = _files(insist=True) if arguments.write else None
+        config = load(arguments.file, environ=None, files=files)
     except ConfigError as error:
         return _report_faults(error)
     if config.foreign is not None:
         return _misuse(f"{arguments.file}: {SERVE_ONLY}")
     if arguments.socket:
         config = dataclasses.replace(config, extproc_socket=arguments.socket)
-    sys.stdout.write(render(config))
+    if not arguments.write:
+        sys.stdout.write(render(config))
+        return 0
+    try:
+        print(install(config))
+    except (Unfit, OSError) as error:
+        return _fail(error)
     return 0
 
 
@@ -385,6 +430,8 @@ def _drill(arguments: argparse.Namespace) -> int:
             url=arguments.url,
             upstream=arguments.upstream,
             config=arguments.config,
+            api_key_env=arguments.api_key_env,
+            ca_file=arguments.ca_file,
         )
         reports = drill(options, show=_say if arguments.json else _show)
     except (PlanError, ConfigError) as error:

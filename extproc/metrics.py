@@ -85,6 +85,12 @@ class Metrics:
             ["result"],
             registry=registry,
         )
+        self._key_reloads = Counter(
+            "pointsman_client_key_reloads",
+            "Changed files of client keys, by whether they came into force.",
+            ["result"],
+            registry=registry,
+        )
         self._decisions = Counter(
             "pointsman_decisions",
             "Routing decisions by route and by how it was chosen.",
@@ -239,6 +245,7 @@ class Metrics:
             self._records.labels(kind.value)
         for result in ("ok", "failed"):
             self._envoy_reads.labels(result)
+            self._key_reloads.labels(result)
         for result in ("hit", "miss"):
             self._cache_lookups.labels(result)
         for encoder in ("static", "full"):
@@ -283,6 +290,9 @@ class Metrics:
 
     def envoy_read(self, *, ok: bool) -> None:
         self._envoy_reads.labels("ok" if ok else "failed").inc()
+
+    def keys_reloaded(self, *, ok: bool) -> None:
+        self._key_reloads.labels("ok" if ok else "failed").inc()
 
     def decided(self, route: str, reason: str) -> None:
         """One per request record, so that decisions that Envoy gave up on are not counted twice."""

@@ -20,10 +20,10 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.app.audit import as_text, compare
+from extproc.app.envoy_files import install
 from extproc.config import load
 from extproc.demo.faults import parse_fault
 from extproc.demo.upstream import ScriptedUpstream
-from extproc.envoyconf import render
 from extproc.supervise import find_envoy
 
 CHAT = "/v1/chat/completions"
@@ -93,6 +93,7 @@ class Gateway:
         self.listen, self.admin, self.metrics_port = free_ports(3)
         self.client = httpx.AsyncClient(base_url=f"http://{HOST}:{self.listen}", timeout=30)
         self.base_paths: dict[str, str] = {}
+        self.base_urls: dict[str, str] = {}
         self.extra_environ: dict[str, str] = {}
         self.sidecar: subprocess.Popen | None = None
         self.envoy: subprocess.Popen | None = None
@@ -107,7 +108,7 @@ class Gateway:
             f'[extproc]\nsocket = "{self.socket_path}"\n',
         ]
         for each, upstream in self.upstreams.items():
-            base_url = upstream.base_url + self.base_paths.get(each, "")
+            base_url = self.base_urls.get(each, upstream.base_url) + self.base_paths.get(each, "")
             parts.append(
                 f'[upstream.{each}]\nname = "vllm-{each}"\nmodel = "model-of-{each}"\n'
                 f'base_url = "{base_url}"\n{upstream_keys.get(each, "")}\n'
@@ -136,8 +137,7 @@ class Gateway:
         return False
 
     async def start_envoy(self) -> None:
-        bootstrap = self.directory / "envoy.yaml"
-        bootstrap.write_text(render(load(self.config_path, environ=None)), encoding="utf-8")
+        bootstrap = install(load(self.config_path, environ=None))
         log = (self.directory / "envoy.log").open("ab")
         command = [str(find_envoy()), "-c", str(bootstrap), "--log-level", "warning"]
         command += ["--file-flush-interval-msec", "100"]
@@ -241,9 +241,13 @@ async def gateway(
     metrics_keys: str = "",
     names: tuple[str, ...] = ("primary", "fallback"),
     base_paths: dict[str, str] | None = None,
+    base_urls: dict[str, str] | None = None,
     sidecar: bool = True,
 ) -> AsyncIterator[Gateway]:
-    """A gateway over one scripted upstream a name; `upstream_keys`: more TOML for its table."""
+    """A gateway over one scripted upstream a name; `upstream_keys`: more TOML for its table.
+
+    `base_urls`: what stands in front of a scripted upstream.
+    """
     keys = dict.fromkeys(names, 'inference_timeout = "800ms"\nconnect_timeout = "500ms"\n')
     for name, more in (upstream_keys or {}).items():
         keys[name] = more if "inference_timeout" in more else keys[name] + more
@@ -253,6 +257,7 @@ async def gateway(
         await upstream.start()
     running = Gateway(directory, upstreams)
     running.base_paths = base_paths or {}
+    running.base_urls = base_urls or {}
     running.write_config(config, keys, tables=server_keys, metrics_keys=metrics_keys)
     try:
         if sidecar:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import signal
 import socket
+import ssl
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,11 +28,13 @@ from extproc.drill.report import Report, heading, row_line, table
 from extproc.drill.run import Drill
 from extproc.drill.story import Story
 from extproc.drill.target import (
+    Access,
     DrillError,
     Ends,
     Target,
     find_switch,
     is_loopback,
+    let_in,
     new_session,
 )
 from extproc.drill.timeline import Row, Timeline
@@ -53,6 +57,10 @@ class Options:
     upstream: str | None = None
     config: Path | None = None
     """Of the running gateway; None: the demo's."""
+    api_key_env: str | None = None
+    """Of the running gateway: the variable that holds a client's key."""
+    ca_file: Path | None = None
+    """Of the running gateway: who signed its certificate; None: one of the system's CAs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +91,26 @@ def drill(options: Options, *, show: Callable[[str], None]) -> list[Report]:
         raise PlanError(f"{options.url} is not on this machine: drill a gateway where it runs")
     config = load(options.config or DEMO_CONFIG, environ=None)
     settings = _settings(options, config, options.upstream)
-    return asyncio.run(_on_running(settings, config, options.url.rstrip("/"), show))
+    access = Access(key=_key(options.api_key_env), tls=_trust(options.ca_file))
+    return asyncio.run(_on_running(settings, config, options.url.rstrip("/"), show, access))
+
+
+def _key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    if not (key := os.environ.get(variable)):
+        raise PlanError(f"the environment variable {variable} is not set, or empty")
+    return key
+
+
+def _trust(ca_file: Path | None) -> ssl.SSLContext:
+    """Any name will do: who is asked is loopback."""
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # SSLError is one
+        raise PlanError(f"{ca_file}: {error.strerror or 'holds no certificate in PEM'}") from error
+    context.check_hostname = False
+    return context
 
 
 def _settings(options: Options, config: Config, upstream: str) -> list[Setting]:
@@ -91,18 +118,24 @@ def _settings(options: Options, config: Config, upstream: str) -> list[Setting]:
 
 
 async def _on_running(
-    settings: Sequence[Setting], config: Config, url: str, show: Callable[[str], None]
+    settings: Sequence[Setting],
+    config: Config,
+    url: str,
+    show: Callable[[str], None],
+    access: Access,
 ) -> list[Report]:
     # As on Ctrl-C: cancelled, mended, then gone.
     asyncio.get_running_loop().add_signal_handler(
         signal.SIGTERM, lambda: signal.raise_signal(signal.SIGINT)
     )
-    return await _all(settings, config, url, show)
+    return await _all(settings, config, url, show, access)
 
 
 def _on_own_gateway(options: Options, show: Callable[[str], None]) -> list[Report]:
-    if options.upstream is not None or options.config is not None:
-        raise PlanError("--upstream and --config go with --url, the gateway to drill")
+    if any((options.upstream, options.config, options.api_key_env, options.ca_file)):
+        raise PlanError(
+            "--upstream, --config, --api-key-env and --ca-file go with --url, the gateway to drill"
+        )
     find_envoy()  # rather here than in a child
     text = _own_config(options)
     config = parse(text, file="drill.toml", environ=None)
@@ -114,7 +147,7 @@ def _on_own_gateway(options: Options, show: Callable[[str], None]) -> list[Repor
         reports = asyncio.run(
             _beside(
                 _children(path, config),
-                lambda: _all(settings, config, config.server.listen.url, show),
+                lambda: _all(settings, config, config.server.url, show, Access()),
             )
         )
     if reports is None:
@@ -167,7 +200,11 @@ def _epitaph(output: str) -> str:
 
 
 async def _all(
-    settings: Sequence[Setting], config: Config, url: str, show: Callable[[str], None]
+    settings: Sequence[Setting],
+    config: Config,
+    url: str,
+    show: Callable[[str], None],
+    access: Access,
 ) -> list[Report]:
     reports = []
     async with new_session() as session:
@@ -175,6 +212,7 @@ async def _all(
             bases = {each: config.upstreams[each].url for each in setting.models}
             ends = Ends(
                 gateway=url,
+                access=access,
                 metrics=config.metrics.url,
                 admin=config.admin.url,
                 switch=await find_switch(
@@ -183,6 +221,7 @@ async def _all(
                     setting.upstream,
                 ),
             )
+            await let_in(session, url, access)
             for line in heading(setting, url):
                 show(line)
             metric = config.fallback.metric_prefix

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 
 from extproc.app.embedding import Embedding, Learned, running_embedding, worker_count
+from extproc.app.envoy_files import KeyKeeper
 from extproc.app.judge import Encodes, Judge, build_static, fit_fast_tier, open_static
 from extproc.app.plan import compile_plan, needs_encoder, scored_rules
 from extproc.config import Config
@@ -178,10 +179,13 @@ async def _serving_ours(
         max_body_bytes=config.server.max_body_bytes,
     )
     await server.start()
+    keeper = _keep_keys(config, metrics)
     reconciler.start()
     try:
         yield
     finally:
+        if keeper is not None:
+            await _cancel(keeper)
         await server.drain(DRAIN_S)
         await reconciler.aclose()
 
@@ -213,6 +217,14 @@ async def _serving_foreign(
         yield
     finally:
         await server.drain(DRAIN_S)
+
+
+def _keep_keys(config: Config, metrics: Metrics) -> asyncio.Task[None] | None:
+    auth = config.server.auth
+    if auth is None:
+        return None
+    keeper = KeyKeeper(auth.keys_file, config.run_dir, told=lambda ok: metrics.keys_reloaded(ok=ok))
+    return asyncio.create_task(keeper.run())
 
 
 def _traces(config: Config) -> Traces | None:

@@ -7,17 +7,26 @@ import dataclasses
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import aiohttp
 
-from extproc.config import SERVE_ONLY, Address, Config, load
+from extproc.app.envoy_files import install
+from extproc.config import SERVE_ONLY, Address, Config, Fault, Files, Unfit, client_keys, load
 from extproc.demo import demo_argv
 from extproc.embedding.model import default_cache_dir, ensure_model
-from extproc.envoyconf import render
-from extproc.supervise import Child, OnExit, Supervisor, busy_listener, find_envoy, http_ready
+from extproc.supervise import (
+    Child,
+    OnExit,
+    Probe,
+    Supervisor,
+    busy_listener,
+    find_envoy,
+    http_ready,
+)
 
 DRAIN_S: Final = 5.0
 """Envoy refuses new connections and lets requests in flight finish for at most this long."""
@@ -33,7 +42,11 @@ def up(path: Path, *, demo: bool, say: Callable[[str], None]) -> int:
 
     Raise ConfigError, StartError, or ModelError.
     """
-    config = load(path, environ=os.environ)
+
+    def warn(fault: Fault) -> None:
+        say(f"warning: {fault}")
+
+    config = load(path, environ=os.environ, files=Files(now_s=time.time(), warn=warn))
     if config.foreign is not None:
         raise StartError(f"{path}: {SERVE_ONLY}")
     busy = busy_listener(_listeners(config, demo=demo))
@@ -48,8 +61,7 @@ def up(path: Path, *, demo: bool, say: Callable[[str], None]) -> int:
     with tempfile.TemporaryDirectory(prefix="pointsman-") as directory:
         run_dir = Path(directory)
         config = dataclasses.replace(config, extproc_socket=str(run_dir / "extproc.sock"))
-        bootstrap = run_dir / "envoy.yaml"
-        bootstrap.write_text(render(config), encoding="utf-8")
+        bootstrap = install(config)
         children = [
             _sidecar(path, config),
             _envoy(envoy, bootstrap, config),
@@ -106,10 +118,32 @@ def _envoy(envoy: Path, bootstrap: Path, config: Config) -> Child:
             # Several gateways on one machine must not meet in Envoy's shared memory.
             "--use-dynamic-base-id",
         ),
-        # The whole path: Envoy asks the sidecar, and the sidecar answers.
-        ready=http_ready(config.server.listen, "/v1/models"),
+        ready=_answers(config),
         stop_grace_s=5.0,
     )
+
+
+def _answers(config: Config) -> Probe:
+    """The whole path: Envoy asks the sidecar, and the sidecar answers.
+
+    Where the gateway would not let us in, Envoy alone, by its admin interface.
+    """
+    server = config.server
+    envoy_alone = http_ready(config.admin, "/ready")
+    if server.tls is not None and server.tls.client_ca_file is not None:
+        return envoy_alone  # no certificate of a client is at hand
+
+    async def probe() -> bool:
+        heads = {}
+        if server.auth is not None:
+            try:  # anew each time: Envoy may have to start again, with other keys
+                heads["authorization"] = f"Bearer {client_keys(server.auth.keys_file)[0].key}"
+            except (Unfit, OSError):
+                return await envoy_alone()
+        models = http_ready(server.listen, "/v1/models", headers=heads, tls=server.tls is not None)
+        return await models()
+
+    return probe
 
 
 def _demo_upstreams(config: Config) -> Child:
@@ -145,7 +179,7 @@ async def _active_requests(session: aiohttp.ClientSession, admin: str) -> int:
 
 
 async def _announce(config: Config, *, demo: bool) -> None:
-    url = config.server.listen.url
+    url = config.server.url
     sys.stdout.write(f"ready {url}\n")
     if demo:
         broken = next(iter(config.upstreams.values()))

@@ -1,12 +1,14 @@
 """One TOML file -> one frozen, validated `Config`."""
 
-from extproc.config.load import ConfigError, Fault, load, parse
+from extproc.config.files import ClientKey, client_keys
+from extproc.config.load import ConfigError, Fault, Files, load, parse
 from extproc.config.model import (
     ACCESS_OFF,
     ACCESS_STDOUT,
     RETRY_AFTER_CAP_S,
     SERVE_ONLY,
     Address,
+    Auth,
     Chain,
     Config,
     Encoder,
@@ -21,12 +23,15 @@ from extproc.config.model import (
     Route,
     Router,
     Server,
+    Tls,
+    TlsVersion,
     Tracing,
     UnknownModel,
     Upstream,
     route_chain,
     upstream_chain,
 )
+from extproc.config.values import Unfit
 
 __all__ = [
     "ACCESS_OFF",
@@ -34,7 +39,9 @@ __all__ = [
     "RETRY_AFTER_CAP_S",
     "SERVE_ONLY",
     "Address",
+    "Auth",
     "Chain",
+    "ClientKey",
     "Config",
     "ConfigError",
     "Encoder",
@@ -42,6 +49,7 @@ __all__ = [
     "Fallback",
     "FallbackMode",
     "Fault",
+    "Files",
     "Foreign",
     "Log",
     "LogFormat",
@@ -50,9 +58,13 @@ __all__ = [
     "Route",
     "Router",
     "Server",
+    "Tls",
+    "TlsVersion",
     "Tracing",
+    "Unfit",
     "UnknownModel",
     "Upstream",
+    "client_keys",
     "load",
     "parse",
     "route_chain",

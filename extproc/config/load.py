@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import re
 import tomllib
+from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from extproc.config import files as f
 from extproc.config import values as v
 from extproc.config.faults import ConfigError, Fault, quoted
 from extproc.config.locate import Lines, locate
 from extproc.config.model import (
     Address,
+    Auth,
     Config,
     Encoder,
     ExtprocTls,
@@ -30,6 +33,8 @@ from extproc.config.model import (
     Route,
     Router,
     Server,
+    Tls,
+    TlsVersion,
     Tracing,
     UnknownModel,
     Upstream,
@@ -40,9 +45,9 @@ from extproc.core.errors import Content, FallbackReason
 from extproc.core.wire_names import EXPLICIT_ROUTE, RULE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ["ConfigError", "Fault", "known_keys", "load", "parse"]
+__all__ = ["ConfigError", "Fault", "Files", "known_keys", "load", "parse"]
 
 COUNTABLE: Final = (
     FallbackReason.TIMEOUT,
@@ -73,7 +78,20 @@ _SYNTAX_MENDS: Final = (
 )
 
 
-def load(path: str | Path, *, environ: Mapping[str, str] | None) -> Config:
+@dataclass(frozen=True, slots=True)
+class Files:
+    """How to look at the certificates and keys that a configuration names."""
+
+    now_s: float
+    """Since 1970."""
+    warn: Callable[[Fault], None]
+    insist: bool = True
+    """Whether a file that cannot be read is a fault; if not, it is only told: a laptop has none."""
+
+
+def load(
+    path: str | Path, *, environ: Mapping[str, str] | None, files: Files | None = None
+) -> Config:
     """Read and parse a file; see `parse`."""
     file = str(path)
     try:
@@ -92,14 +110,17 @@ def load(path: str | Path, *, environ: Mapping[str, str] | None) -> Config:
         problem = "is UTF-16, not UTF-8" if utf16 else "is not UTF-8 from this line on"
         fault = Fault(file, line, "file", problem, "save it as UTF-8")
         raise ConfigError([fault]) from None
-    return parse(text, file=file, environ=environ)
+    return parse(text, file=file, environ=environ, files=files)
 
 
-def parse(text: str, *, file: str, environ: Mapping[str, str] | None) -> Config:
+def parse(
+    text: str, *, file: str, environ: Mapping[str, str] | None, files: Files | None = None
+) -> Config:
     """The configuration that a text describes, or `ConfigError` with every fault in it.
 
     `file` is only named in faults. `environ` None: whether the variables with keys in them are set
-    does not matter, as when a bootstrap is rendered on another machine.
+    does not matter, as when a bootstrap is rendered on another machine; nor, with `files` None,
+    does what is in the files that it names.
     """
     text = text.removeprefix("\ufeff")  # what some editors put in front of UTF-8
     try:
@@ -109,6 +130,8 @@ def parse(text: str, *, file: str, environ: Mapping[str, str] | None) -> Config:
     document = Document(file, lines)
     root = Table(document, (), "", raw)
     config = _config(root, environ)
+    if files is not None:
+        _check_files(document, config, files)
     if not text.strip():
         document.faults = [Fault(file, 1, "file", "is empty", "start from docs/configuration.md")]
     document.refuse_unknown(known_keys())
@@ -177,6 +200,7 @@ def _config(root: Table, environ: Mapping[str, str] | None) -> Config:
             (metrics, "envoy_listen", config.envoy_metrics),
         ]
     else:  # another Envoy has listeners of its own
+        _refuse_doors(server)
         listeners.append((extproc, "listen", foreign.listen))
     _refuse_clashes(
         {(table, key): address for table, key, address in listeners if address is not None}
@@ -222,7 +246,36 @@ def _server(table: Table) -> Server:
         write_timeout_s=table.get("write_timeout", v.duration, default.write_timeout_s),
         request_timeout_s=table.get("request_timeout", v.limit, default.request_timeout_s),
         max_body_bytes=table.get("max_body", v.size, default.max_body_bytes),
+        tls=_tls(table),
+        auth=_auth(table),
     )
+
+
+def _tls(server: Table) -> Tls | None:
+    table = server.child("tls")
+    tls = Tls(
+        cert_file=table.get("cert_file", v.file_path, ""),
+        key_file=table.get("key_file", v.file_path, ""),
+        client_ca_file=table.get("client_ca_file", v.file_path, None),
+        min_version=table.get("min_version", v.choice(TlsVersion), Tls("", "").min_version),
+    )
+    if not isinstance(server.raw("tls"), dict):
+        return None
+    for key in ("cert_file", "key_file"):
+        if not table.given(key):
+            table.fault(key, "is missing", f'add {key} = "/PATH", in PEM')
+    return tls
+
+
+def _auth(server: Table) -> Auth | None:
+    table = server.child("auth")
+    auth = Auth(keys_file=table.get("keys_file", v.file_path, ""))
+    if not isinstance(server.raw("auth"), dict):
+        return None
+    if not table.given("keys_file"):
+        mend = 'add keys_file = "/PATH", with a client\'s id and its key on each line'
+        table.fault("keys_file", "is missing", mend)
+    return auth
 
 
 def _refuse_clashes(listeners: Mapping[tuple[Table, str], Address]) -> None:
@@ -253,8 +306,9 @@ def _upstreams(
     upstreams = {id_: _upstream(id_, table, names) for id_, table in tables.items()}
     for id_, table in tables.items():
         _check_time(table, upstreams[id_], server)
+        _check_key_and_ca(table, upstreams[id_])
         if is_foreign:
-            _refuse_key(table)
+            _refuse_keys(table)
         elif environ is not None:
             _check_secret(table, upstreams[id_].api_key_env, environ)
     return upstreams
@@ -275,6 +329,8 @@ def _upstream(id_: str, table: Table, names: dict[str, str]) -> Upstream:
         ),
         model=table.need("model", v.model, "", mend='add model = "..." as the provider calls it'),
         api_key_env=table.get("api_key_env", v.env_name, default.api_key_env),
+        api_key_file=table.get("api_key_file", v.file_path, default.api_key_file),
+        ca_file=table.get("ca_file", v.file_path, default.ca_file),
         inference_timeout_s=table.get("inference_timeout", v.duration, default.inference_timeout_s),
         first_token_timeout_s=table.get(
             "first_token_timeout", v.duration, default.first_token_timeout_s
@@ -303,14 +359,74 @@ def _check_time(table: Table, upstream: Upstream, server: Server) -> None:
         )
 
 
-def _refuse_key(table: Table) -> None:
+def _refuse_doors(server: Table) -> None:
+    """Who believes that keys are asked for must not find out otherwise later."""
+    for key in ("tls", "auth"):
+        if server.given(key):
+            server.fault(
+                key,
+                "has no effect with [extproc] listen: clients talk to another Envoy",
+                "remove it, and set it up there",
+            )
+
+
+def _refuse_keys(table: Table) -> None:
     # Whoever reaches the port could ask for it.
-    if table.given("api_key_env"):
-        table.fault(
-            "api_key_env",
-            "has no effect with [extproc] listen: the sidecar hands no key to another Envoy",
-            "remove it, and let that Envoy set the header",
-        )
+    for key in ("api_key_env", "api_key_file"):
+        if table.given(key):
+            table.fault(
+                key,
+                "has no effect with [extproc] listen: the sidecar hands no key to another Envoy",
+                "remove it, and let that Envoy set the header",
+            )
+
+
+def _check_key_and_ca(table: Table, upstream: Upstream) -> None:
+    if table.given("api_key_env") and table.given("api_key_file"):
+        table.fault("api_key_file", "stands beside api_key_env", "keep one of the two")
+    if table.given("ca_file") and table.fit("base_url") and not upstream.tls:
+        mend = "write base_url with https, or remove ca_file"
+        table.fault("ca_file", "has no use: base_url is plain http", mend)
+
+
+def _check_files(document: Document, config: Config, files: Files) -> None:
+    """What stands in the files, as far as their paths are fit."""
+    tables = {table.path: table for table in document.tables}
+
+    def check(at: tuple[str, ...], key: str, file: str | None, judge: f.Judge) -> bool:
+        """Whether the file was read, and is fit."""
+        table = tables.get(at)
+        if not file or table is None or not table.fit(key):
+            return False
+        try:
+            warning = judge(file)
+        except v.Unfit as unfit:
+            table.fault(key, unfit.problem, unfit.mend)
+            return False
+        except OSError as error:
+            problem = f"{quoted(file)} cannot be read: {error.strerror}"
+            if files.insist:
+                table.fault(key, problem, "check the path, its rights, and what is mounted")
+            else:
+                files.warn(table.noted(key, problem, "what is in it was not checked"))
+            return False
+        if warning is not None:
+            files.warn(table.noted(key, warning.problem, warning.mend))
+        return True
+
+    at: tuple[str, ...] = ("server", "tls")
+    if (tls := config.server.tls) is not None:
+        cert, key = tls.cert_file, tls.key_file
+        has_cert = check(at, "cert_file", cert, f.certificates)
+        if check(at, "key_file", key, f.private_key_of(cert) if has_cert else f.readable):
+            _ = has_cert and check(at, "cert_file", cert, f.lifetime_with(key, files.now_s))
+        check(at, "client_ca_file", tls.client_ca_file, f.authorities_at(files.now_s))
+    if (auth := config.server.auth) is not None:
+        check(("server", "auth"), "keys_file", auth.keys_file, f.holds_client_keys)
+    for id_, upstream in config.upstreams.items():
+        at = ("upstream", id_)
+        check(at, "api_key_file", upstream.api_key_file, f.holds_a_key)
+        check(at, "ca_file", upstream.ca_file, f.authorities_at(files.now_s))
 
 
 def _check_secret(table: Table, variable: str | None, environ: Mapping[str, str]) -> None:

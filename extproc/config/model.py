@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import PurePath
 from urllib.parse import SplitResult, urlsplit
 
 from extproc.core.circuit import CircuitPolicy
@@ -36,6 +37,33 @@ class Address:
         return f"http://{self.reachable}"
 
 
+class TlsVersion(StrEnum):
+    """As Envoy calls them."""
+
+    V1_2 = "TLSv1_2"
+    V1_3 = "TLSv1_3"
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """The listener's own certificate; files are PEM, and Envoy reads them again when they change."""
+
+    cert_file: str
+    """The certificate, then those between it and its root."""
+    key_file: str
+    client_ca_file: str | None = None
+    """Who signs clients' certificates; None: clients need none."""
+    min_version: TlsVersion = TlsVersion.V1_2
+
+
+@dataclass(frozen=True, slots=True)
+class Auth:
+    """Clients must show a key."""
+
+    keys_file: str
+    """A line for each key: the client's id, and the key."""
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """The client-facing listener."""
@@ -48,6 +76,13 @@ class Server:
     request_timeout_s: float | None = None
     """Limit on the whole exchange; None: no limit, long streams live."""
     max_body_bytes: int = 10 * 1024 * 1024
+    tls: Tls | None = None
+    auth: Auth | None = None
+
+    @property
+    def url(self) -> str:
+        """How this machine reaches the listener."""
+        return f"https://{self.listen.reachable}" if self.tls else self.listen.url
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +94,10 @@ class Upstream:
     base_url: str
     model: str
     api_key_env: str | None = None
+    api_key_file: str | None = None
+    """The key alone; Envoy reads it again when it changes. Never beside api_key_env."""
+    ca_file: str | None = None
+    """PEM of the CAs that may have signed its certificate; None: the system's."""
     inference_timeout_s: float = 30.0
     """Time to response headers."""
     connect_timeout_s: float = 2.0
@@ -71,6 +110,11 @@ class Upstream:
     @property
     def url(self) -> SplitResult:
         return urlsplit(self.base_url)
+
+    @property
+    def has_key(self) -> bool:
+        """Whether requests get a key of ours."""
+        return self.api_key_env is not None or self.api_key_file is not None
 
     @property
     def host(self) -> str:
@@ -287,6 +331,11 @@ class Config:
     retry: Retry = Retry()
     log: Log = Log()
     tracing: Tracing = Tracing()
+
+    @property
+    def run_dir(self) -> str:
+        """Where the socket is, and the files that Envoy reads beside its bootstrap."""
+        return str(PurePath(self.extproc_socket).parent)
 
     def route(self, name: str) -> Route:
         return next(route for route in self.routes if route.name == name)

@@ -152,6 +152,10 @@ class Table:
         self._refused.add(key)
         self._document.fault((*self.path, key), problem, mend, at=at)
 
+    def noted(self, key: str, problem: str, mend: str) -> Fault:
+        """The same, but only to be told: nothing is refused."""
+        return Fault(self._document.file, self.line(key), dotted((*self.path, key)), problem, mend)
+
     def unasked(self) -> Mapping[str, object]:
         return {key: value for key, value in self._values.items() if key not in self.asked}
 

@@ -55,8 +55,8 @@ _KINDS: Final[Mapping[type, str]] = {
 }
 
 
-class Unfit(Exception):  # noqa: N818  never leaves the config package
-    """A value that its key cannot take."""
+class Unfit(Exception):  # noqa: N818  it judges a value; of a file read again, others see it too
+    """A value that its key cannot take, or a file that cannot serve."""
 
     def __init__(self, problem: str, mend: str) -> None:
         super().__init__(problem)

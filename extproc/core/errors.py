@@ -90,6 +90,9 @@ DUPLICATE_MODEL: Final = ErrorKind(
 INVALID_MODEL: Final = ErrorKind(
     "invalid_model", 400, _CLIENT, "'model' must be a non-empty string.", "model"
 )
+INVALID_API_KEY: Final = ErrorKind(
+    "invalid_api_key", 401, _CLIENT, "No API key was sent, or it is none of this gateway."
+)
 MODEL_NOT_FOUND: Final = ErrorKind(
     "model_not_found", 404, _CLIENT, "The model does not exist here.", "model"
 )

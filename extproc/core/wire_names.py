@@ -19,6 +19,8 @@ ADMISSION: Final = "x-pointsman-admission"
 CONTENT_TYPE: Final = "content-type"
 READ: Final = frozenset({":method", ":path", CONTENT_TYPE, "content-encoding", "x-request-id"})
 """The request headers that the sidecar reads, beside those that rules name; Envoy sends no others."""
+CLIENT: Final = "x-pointsman-client"
+"""The id of the client whose key opened the gateway, set by Envoy."""
 
 WATCH: Final = "x-pointsman-watch"
 """Set by a sidecar that is there to hold a stream's headers until its first chunk."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import ssl
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -31,6 +32,19 @@ class DrillError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Access:
+    """What the gateway's listener wants to see of a client."""
+
+    key: str | None = field(default=None, repr=False)
+    tls: ssl.SSLContext | None = None
+    """Whom to trust where its URL is https."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return {} if self.key is None else {"authorization": f"Bearer {self.key}"}
+
+
+@dataclass(frozen=True, slots=True)
 class Ends:
     """Base URLs, without a trailing slash."""
 
@@ -39,6 +53,7 @@ class Ends:
     admin: str
     switch: str
     """A demo upstream that can switch the faults of the one under drill."""
+    access: Access = Access()
 
 
 def is_loopback(url: str) -> bool:
@@ -55,6 +70,21 @@ def new_session() -> aiohttp.ClientSession:
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=_WITHIN_S),
     )
+
+
+async def let_in(session: aiohttp.ClientSession, gateway: str, access: Access) -> None:
+    """Raise DrillError where the gateway would turn away every question of the drill."""
+    try:
+        async with session.get(
+            f"{gateway}/v1/models", headers=access.headers, ssl=access.tls or True
+        ) as response:
+            status = response.status
+    except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientSSLError) as error:
+        raise DrillError(f"{gateway}: {error}; name the CA with --ca-file") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise DrillError(f"{gateway} does not answer: {error or type(error).__name__}") from error
+    if status == 401:
+        raise DrillError(f"{gateway} wants a client's key, or another one: --api-key-env NAME")
 
 
 async def find_switch(
@@ -170,7 +200,9 @@ class Target:
                     headers={
                         "content-type": "application/json",
                         "x-request-id": f"{self._run}-{serial}",
+                        **self._ends.access.headers,
                     },
+                    ssl=self._ends.access.tls or True,
                     timeout=aiohttp.ClientTimeout(total=None),
                 ) as response,
             ):

@@ -36,6 +36,10 @@ FIELDS: Final[Mapping[str, Field]] = {
     "method": Field("%REQ(:method):16%", "16 characters"),
     "path": Field("%PATH(NQ:PATH):256%", "without its query; 256 characters"),
     "protocol": Field("%PROTOCOL%", "of the client's connection"),
+    "client": Field(
+        f"%REQ({wire_names.CLIENT})%",
+        "whose key was sent, with `[server.auth]`; its id, never the key",
+    ),
     "status": Field("%RESPONSE_CODE%", "as sent to the client; 0: nothing was"),
     "route": Field(f"%REQ({wire_names.ROUTE})%", "where the request was sent"),
     "reason": Field(f"%REQ({wire_names.REASON})%", "how the route was chosen"),
@@ -58,7 +62,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "duration_ms": Field("%DURATION%", "until the response ended"),
 }
 
-_OURS: Final = ("route", "reason", "stream", "attempts", "fallback")
+_OURS: Final = ("client", "route", "reason", "stream", "attempts", "fallback")
 """Read from request headers that a client can spell, too, where Envoy refuses before it strips them."""
 
 

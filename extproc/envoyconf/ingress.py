@@ -63,6 +63,7 @@ from extproc.core.errors import (
     DUPLICATE_MODEL,
     GATEWAY_ERROR,
     HEADERS_TOO_LARGE,
+    INVALID_API_KEY,
     INVALID_JSON,
     NO_UPSTREAM,
     REQUEST_TIMEOUT,
@@ -74,7 +75,7 @@ from extproc.core.errors import (
     error_body,
 )
 from extproc.core.exchange import Respond
-from extproc.envoyconf import access_log, chain, lua, parts, tracing
+from extproc.envoyconf import access_log, chain, files, lua, parts, tracing
 
 SLACK_S: Final = 0.6
 """How much later than the router's deadline Envoy gives up on the sidecar: it answers first.
@@ -124,6 +125,7 @@ def listener(config: Config) -> Listener:
         ],
         http_filters=[
             parts.http_filter("admitted", _admitted()),
+            *files.auth_filter(config),
             parts.http_filter("gunzip", _gunzip()),
             parts.http_filter("ext_proc", _ext_proc(config)),
             parts.lua_filter("ingress", "ingress", _script(config)),
@@ -144,14 +146,20 @@ def listener(config: Config) -> Listener:
             ],
         ),
     )
-    listen = config.server.listen
+    listen, tls = config.server.listen, config.server.tls
+    chains = parts.serving(hcm)
+    if tls is not None:
+        (chain_,) = chains
+        chain_.transport_socket = files.listener_tls(tls, config)
+        # A client that connects and says nothing.
+        chain_.transport_socket_connect_timeout = parts.seconds(config.server.read_timeout_s)
     return Listener(
         name="ingress",
         # What `/drain_listeners?inboundonly` closes; the tiers stay, for requests in flight.
         traffic_direction=TrafficDirection.INBOUND,
         address=parts.socket_address(listen.host, listen.port),
         per_connection_buffer_limit_bytes=1024 * 1024,
-        filter_chains=parts.serving(hcm),
+        filter_chains=chains,
     )
 
 
@@ -299,6 +307,12 @@ def _local_replies() -> LocalReplyConfig:
                 unrouted,
             ),
             parts.local_reply(parts.flagged(["DPE"]), BAD_REQUEST, unrouted),
+            # The filter of the clients' keys is all that says 401 here; an upstream's is no local reply.
+            parts.local_reply(
+                parts.status_is(401),
+                INVALID_API_KEY,
+                [*unrouted, parts.header("www-authenticate", "Bearer")],
+            ),
             *(
                 parts.local_reply(parts.status_is(kind.status), kind, unrouted)
                 for kind in (REQUEST_TIMEOUT, REQUEST_TOO_LARGE, HEADERS_TOO_LARGE)

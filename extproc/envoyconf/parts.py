@@ -89,6 +89,15 @@ def pack(message: betterproto2.Message) -> Any:
     return Any.pack(message)
 
 
+def plain(message: betterproto2.Message) -> dict[str, object]:
+    """As Envoy reads it; betterproto2 spells the JSON name of `consecutive_5xx` wrongly."""
+    return message.to_dict(casing=_as_is)  # type: ignore[arg-type]  # any callable serves
+
+
+def _as_is(name: str) -> str:
+    return name.rstrip("_")
+
+
 def seconds(value_s: float) -> timedelta:
     return timedelta(milliseconds=round(value_s * 1000))
 

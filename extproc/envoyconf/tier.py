@@ -105,7 +105,7 @@ from extproc.core.errors import (
     ErrorKind,
     FallbackReason,
 )
-from extproc.envoyconf import lua, parts, tracing
+from extproc.envoyconf import files, lua, parts, tracing
 
 SKIPPED_STATUS: Final = 460
 """Outlier detection counts 5xx, so a skipped or uncounted attempt travels as a 4xx of our own."""
@@ -127,6 +127,7 @@ _NEVER_FORWARDED: Final = (
     "x-envoy-attempt-count",
     "x-envoy-original-path",
     "x-envoy-expected-rq-timeout-ms",
+    wire_names.CLIENT,
     wire_names.WATCH,
     wire_names.CHAIN,
     wire_names.ROUTE,
@@ -215,7 +216,7 @@ def hosts(upstream: Upstream, config: Config) -> Cluster:
         ),
     )
     if upstream.tls:
-        cluster.transport_socket = _tls(upstream)
+        cluster.transport_socket = _tls(upstream, config)
     return cluster
 
 
@@ -257,6 +258,7 @@ def listener(upstream: Upstream, config: Config) -> Listener:
             parts.lua_filter("tier", name, script),
             parts.http_filter("usage", _stream_usage()),
             *_first_token_watch(upstream),
+            *files.key_injector(upstream, config),
             parts.http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)),
         ],
         route_config=RouteConfiguration(
@@ -397,8 +399,11 @@ def _routes(upstream: Upstream, config: Config) -> list[Route]:
 def _route(upstream: Upstream, config: Config, match: RouteMatch, rewrite: str) -> Route:
     removed = list(_NEVER_FORWARDED)
     added = []
-    if upstream.api_key_env is not None:
+    if upstream.has_key:
         removed += _CLIENT_KEYS[1:]
+    elif config.server.auth is not None:
+        removed += _CLIENT_KEYS  # they are keys to this gateway
+    if upstream.api_key_env is not None:
         # Read by Envoy from its own environment: the secret is in no rendered file.
         added.append(parts.header("authorization", f"Bearer %ENVIRONMENT({upstream.api_key_env})%"))
     return Route(
@@ -461,13 +466,19 @@ def _mappers(upstream: Upstream) -> list[ResponseMapper]:
     def failure(when: AccessLogFilter, kind: ErrorKind, reason: FallbackReason) -> ResponseMapper:
         return parts.local_reply(when, kind, [*who, parts.header(wire_names.FAIL, reason.value)])
 
-    return [
+    mappers = [
         parts.local_reply(parts.status_is(413), REQUEST_TOO_LARGE, who),
         *(failure(parts.flagged(flags), kind, reason) for flags, reason, kind in _FLAGS),
         # The first-token watch ran out of time, and Envoy sets no flag for it.
         failure(parts.status_is(504), UPSTREAM_TIMEOUT, FallbackReason.TIMEOUT),
         failure(parts.status_at_least(500), GATEWAY_ERROR, FallbackReason.CONNECT_ERROR),
     ]
+    if upstream.api_key_file is not None:
+        # The file is empty or gone: no fault of the client, whose own key was good.
+        no_key = failure(parts.status_is(401), GATEWAY_ERROR, FallbackReason.CONNECT_ERROR)
+        no_key.status_code = GATEWAY_ERROR.status
+        mappers.append(no_key)
+    return mappers
 
 
 def _protocol(upstream: Upstream) -> Any:
@@ -488,23 +499,26 @@ def _protocol(upstream: Upstream) -> Any:
     return parts.pack(options)
 
 
-def _tls(upstream: Upstream) -> TransportSocket:
-    context = UpstreamTlsContext(
-        sni=upstream.host,
-        common_tls_context=CommonTlsContext(
-            validation_context=CertificateValidationContext(
-                trusted_ca=DataSource(filename=CA_BUNDLE),
-                match_typed_subject_alt_names=[
-                    SubjectAltNameMatcher(
-                        san_type=(
-                            SubjectAltNameMatcherSanType.IP_ADDRESS
-                            if parts.is_ip(upstream.host)
-                            else SubjectAltNameMatcherSanType.DNS
-                        ),
-                        matcher=StringMatcher(exact=upstream.host),
-                    )
-                ],
+def _tls(upstream: Upstream, config: Config) -> TransportSocket:
+    """A certificate is wanted that a CA has signed and that names the host of `base_url`."""
+    is_ip = parts.is_ip(upstream.host)
+    names = CertificateValidationContext(
+        match_typed_subject_alt_names=[
+            SubjectAltNameMatcher(
+                san_type=(
+                    SubjectAltNameMatcherSanType.IP_ADDRESS
+                    if is_ip
+                    else SubjectAltNameMatcherSanType.DNS
+                ),
+                matcher=StringMatcher(exact=upstream.host),
             )
-        ),
+        ]
     )
+    if upstream.ca_file is not None:
+        common = files.trusting(upstream, config, names)
+    else:
+        names.trusted_ca = DataSource(filename=CA_BUNDLE)
+        common = CommonTlsContext(validation_context=names)
+    # RFC 6066: an address is no server name.
+    context = UpstreamTlsContext(sni="" if is_ip else upstream.host, common_tls_context=common)
     return TransportSocket(name="envoy.transport_sockets.tls", typed_config=parts.pack(context))

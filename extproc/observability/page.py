@@ -77,7 +77,11 @@ _LABELS: Final[Sequence[tuple[str, str, Iterable[str] | str]]] = (
     ("kind", "`pointsman_tokens_total`", ("prompt", "completion")),
     ("usage", "`pointsman_answers_total`", ("reported", "absent")),
     ("of", "`pointsman_account_offset`", ("requests", "bypassed", "records")),
-    ("result", "`pointsman_envoy_reads_total`", ("ok", "failed")),
+    (
+        "result",
+        "`pointsman_envoy_reads_total`, `pointsman_client_key_reloads_total`",
+        ("ok", "failed"),
+    ),
     ("result", "`pointsman_decision_cache_total`", ("hit", "miss")),
     ("encoder", "`pointsman_cascade_total`", ("static", "full")),
     ("to", "`pointsman_circuit_transitions_total`", State),

@@ -17,7 +17,7 @@ from typing import Any, Final
 import yaml
 
 from extproc.config.load import COUNTABLE
-from extproc.config.model import FallbackMode, UnknownModel
+from extproc.config.model import FallbackMode, TlsVersion, UnknownModel
 from extproc.core.errors import Content
 from extproc.demo import DEMO_CONFIG
 
@@ -50,6 +50,7 @@ _SPECIAL: Final[dict[tuple[str, str], Schema]] = {
         "type": "string",
         "pattern": "^[A-Za-z_][A-Za-z0-9_]{0,99}$",
     },
+    ("[server.tls]", "min_version"): {"enum": [str(each) for each in TlsVersion]},
     ("[circuit_breaker]", "counted_errors"): {
         "type": "array",
         "minItems": 1,
@@ -69,6 +70,8 @@ _SPECIAL: Final[dict[tuple[str, str], Schema]] = {
 }
 _WITHHELD: Final = {"[extproc]", "[extproc.tls]"}
 """The chart places the socket, or the port."""
+_PLACED: Final = {"[server.tls]", "[server.auth]"}
+"""The chart's own values give their files, so that none is required here."""
 _RANGE: Final = re.compile(r"\b(\d+) to (\d+)\b")
 
 
@@ -103,7 +106,8 @@ def config_schema() -> Schema:
             "properties": {row[0]: _value(label, *row) for row in rows},
             "additionalProperties": False,
         }
-        if required := [key for key, _, default, _ in rows if default == "required"]:
+        required = [key for key, _, default, _ in rows if default == "required"]
+        if required and label not in _PLACED:
             table["required"] = required
         if label == "[upstream.ID]":
             name = {**_NAME, "not": {"const": "rule"}}

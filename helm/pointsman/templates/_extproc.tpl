@@ -101,9 +101,16 @@ Service of extproc.backends if there is one.
 {{- if $root.Values.podMonitor.envoy -}}
 {{- fail "podMonitor.envoy has no Envoy to ask in mode extproc: leave it out" -}}
 {{- end -}}
+{{- range $name, $value := dict "tls.secret" $root.Values.tls.secret "auth.secret" $root.Values.auth.secret "apiKeyFiles" $root.Values.apiKeyFiles -}}
+{{- if $value -}}
+{{- fail (printf "%s has no effect in mode extproc, where clients and upstreams talk to another Envoy: remove it, and set it up there" $name) -}}
+{{- end -}}
+{{- end -}}
 {{- range $id, $upstream := .config.upstream -}}
-{{- if $upstream.api_key_env -}}
-{{- fail (printf "config.upstream.%s.api_key_env has no effect in mode extproc: remove it, and let the Envoy in front set the header" $id) -}}
+{{- range $key := list "api_key_env" "api_key_file" -}}
+{{- if index $upstream $key -}}
+{{- fail (printf "config.upstream.%s.%s has no effect in mode extproc: remove it, and let the Envoy in front set the header" $id $key) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- range $id, $_ := $extproc.backends -}}

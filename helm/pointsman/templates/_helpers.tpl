@@ -60,6 +60,17 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- if eq .Values.mode "extproc" -}}
 {{- $needed = omit $needed "server" | mergeOverwrite (include "pointsman.extprocConfig" . | fromJson) -}}
+{{- else -}}
+{{- with .Values.tls.secret -}}
+{{- $tls := dict "cert_file" "/etc/pointsman-tls/tls.crt" "key_file" "/etc/pointsman-tls/tls.key" -}}
+{{- if $.Values.tls.clientCa -}}
+{{- $_ := set $tls "client_ca_file" "/etc/pointsman-tls/ca.crt" -}}
+{{- end -}}
+{{- $_ := set $needed.server "tls" $tls -}}
+{{- end -}}
+{{- if .Values.auth.secret -}}
+{{- $_ := set $needed.server "auth" (dict "keys_file" "/etc/pointsman-auth/keys") -}}
+{{- end -}}
 {{- end -}}
 {{- $given := .Values.config -}}
 {{- if include "pointsman.isDemo" . -}}
@@ -72,6 +83,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- define "pointsman.port" -}}
 {{- $table := get .config .of | default dict -}}
 {{- regexFind "[0-9]+$" (get $table "listen" | default .default) -}}
+{{- end -}}
+
+{{/* http or https, as clients speak to the Service. */}}
+{{- define "pointsman.scheme" -}}
+{{- ternary "https" "http" (not (empty (include "pointsman.config" . | fromJson).server.tls)) -}}
 {{- end -}}
 
 {{/* What the schema cannot say, each with its mend. */}}
@@ -89,6 +105,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if not (hasKey $.Values.apiKeys .) -}}
 {{- fail (printf "config.router.encoder.api_key_env is %s, which is not among apiKeys: add apiKeys.%s with secret and key" . .) -}}
 {{- end -}}
+{{- end -}}
+{{- range $id, $upstream := $config.upstream -}}
+{{- $name := trimPrefix "/etc/pointsman-keys/" ($upstream.api_key_file | default "") -}}
+{{- if and (hasPrefix "/etc/pointsman-keys/" ($upstream.api_key_file | default "")) (not (hasKey $.Values.apiKeyFiles $name)) -}}
+{{- fail (printf "config.upstream.%s.api_key_file is %s, which is not among apiKeyFiles: add apiKeyFiles.%s with secret and key" $id $upstream.api_key_file $name) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (or .Values.tls.clientCa .Values.tls.testSecret) (not .Values.tls.secret) -}}
+{{- fail "tls.clientCa and tls.testSecret need tls.secret: add it, or leave them out" -}}
 {{- end -}}
 {{- if regexMatch $loopback $config.health.listen -}}
 {{- fail (printf "config.health.listen is %s, where no kubelet can ask: leave it out, or take an address of the pod" $config.health.listen) -}}

@@ -27,7 +27,39 @@ seccompProfile: {type: RuntimeDefault}
 {{- end }}
 {{- end -}}
 
+{{/* (dict "root" . "for" CONTAINER): the Secrets, each only where it is read; mounted whole, so that they are followed. */}}
+{{- define "pointsman.secretMounts" -}}
+{{- $values := .root.Values -}}
+{{- if and $values.tls.secret (ne .for "sidecar") }}
+- {name: pointsman-tls, mountPath: /etc/pointsman-tls, readOnly: true}
+{{- end }}
+{{- if and $values.auth.secret (ne .for "envoy") }}
+- {name: pointsman-auth, mountPath: /etc/pointsman-auth, readOnly: true}
+{{- end }}
+{{- if and $values.apiKeyFiles (ne .for "sidecar") }}
+- {name: pointsman-keys, mountPath: /etc/pointsman-keys, readOnly: true}
+{{- end }}
+{{- end -}}
+
 {{- define "pointsman.volumes" -}}
+{{- with .Values.tls.secret }}
+- name: pointsman-tls
+  secret: {secretName: {{ . | quote }}}
+{{- end }}
+{{- with .Values.auth }}
+{{- if .secret }}
+- name: pointsman-auth
+  secret: {secretName: {{ .secret | quote }}, items: [{key: {{ .key | quote }}, path: keys}]}
+{{- end }}
+{{- end }}
+{{- with .Values.apiKeyFiles }}
+- name: pointsman-keys
+  projected:
+    sources:
+      {{- range $name, $from := . }}
+      - secret: {name: {{ $from.secret | quote }}, items: [{key: {{ $from.key | quote }}, path: {{ $name }}}]}
+      {{- end }}
+{{- end }}
 - name: pointsman-config
   configMap: {name: {{ include "pointsman.fullname" . | quote }}}
 # The socket, Envoy's bootstrap, and the mark that a drain is on.
@@ -63,7 +95,7 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
     - |-
       pointsman check /etc/pointsman/pointsman.toml
       {{- if not $extproc }}
-      pointsman render /etc/pointsman/pointsman.toml > /run/pointsman/envoy.yaml
+      pointsman render /etc/pointsman/pointsman.toml --write
       {{- end }}
   {{- with include "pointsman.env" . }}
   env:
@@ -77,6 +109,9 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
   volumeMounts:
     - {name: pointsman-config, mountPath: /etc/pointsman, readOnly: true}
     - {name: pointsman-run, mountPath: /run/pointsman}
+    {{- with include "pointsman.secretMounts" (dict "root" . "for" "init") }}
+    {{- . | trim | nindent 4 }}
+    {{- end }}
 {{- if and .Values.nativeSidecar (not $extproc) }}
 {{ include "pointsman.sidecar" . }}
   restartPolicy: Always
@@ -111,6 +146,9 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
     - {{ .Values.envoy.concurrency | toString | quote }}
     - --log-level
     - {{ .Values.envoy.logLevel }}
+    # It says at length that two filters are work in progress, and again when keys change.
+    - --component-log-level
+    - misc:error
     - --disable-hot-restart
     # From the drain's beginning every answer asks its client to go elsewhere.
     - --drain-strategy
@@ -126,9 +164,14 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
     {{- if and .Values.podMonitor.enabled .Values.podMonitor.envoy }}
     - {name: envoy-metrics, containerPort: {{ regexFind "[0-9]+$" $config.metrics.envoy_listen }}}
     {{- end }}
-  # The whole path: Envoy asks the sidecar, and the sidecar answers.
   readinessProbe:
-    httpGet: {path: /v1/models, port: http}
+    {{- if or ($config.server.auth) (dig "tls" "client_ca_file" "" $config.server) }}
+    # A kubelet has neither key nor certificate; the sidecar's own probe says the rest.
+    tcpSocket: {port: http}
+    {{- else }}
+    # The whole path: Envoy asks the sidecar, and the sidecar answers.
+    httpGet: {path: /v1/models, port: http, scheme: {{ include "pointsman.scheme" . | upper }}}
+    {{- end }}
     periodSeconds: 5
     timeoutSeconds: 3
     failureThreshold: 2
@@ -150,6 +193,9 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
   volumeMounts:
     - {name: pointsman-config, mountPath: /etc/pointsman, readOnly: true}
     - {name: pointsman-run, mountPath: /run/pointsman}
+    {{- with include "pointsman.secretMounts" (dict "root" . "for" "envoy") }}
+    {{- . | trim | nindent 4 }}
+    {{- end }}
     {{- with .Values.envoy.extraVolumeMounts }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -212,6 +258,9 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
     - {name: pointsman-run, mountPath: /run/pointsman}
     {{- if and (eq .Values.mode "extproc") .Values.extproc.tlsSecret }}
     - {name: pointsman-tls, mountPath: /etc/pointsman-tls, readOnly: true}
+    {{- end }}
+    {{- with include "pointsman.secretMounts" (dict "root" . "for" "sidecar") }}
+    {{- . | trim | nindent 4 }}
     {{- end }}
     {{- with .Values.sidecar.extraVolumeMounts }}
     {{- toYaml . | nindent 4 }}

@@ -266,6 +266,10 @@ def extproc(**more):
             "podMonitor.envoy has no Envoy to ask in mode extproc",
         ),
         (
+            {"mode": "extproc", "config": ONE, "auth": {"secret": "s"}},
+            "auth.secret has no effect in mode extproc",
+        ),
+        (
             {
                 "mode": "extproc",
                 "config": {"upstream": {"x": {"base_url": "http://10.0.0.1", "model": "m"}}},

@@ -124,6 +124,80 @@ def test_keys_are_referenced_and_in_no_config_map(helm):
         assert source == {"name": "llm-keys", "key": "primary"}
 
 
+SECURED = {
+    "config": {
+        "upstream": {"x": UPSTREAM | {"api_key_file": "/etc/pointsman-keys/X"}},
+        "server": {"tls": {"min_version": "TLSv1_3"}},
+    },
+    "tls": {"secret": "cert"},
+    "auth": {"secret": "clients"},
+    "apiKeyFiles": {"X": {"secret": "llm", "key": "x"}},
+}
+
+
+def containers_of(manifests):
+    pod = only(manifests, "Deployment")["spec"]["template"]["spec"]
+    return {each["name"]: each for each in (*pod["initContainers"], *pod["containers"])}
+
+
+def test_secrets_are_mounted_where_they_are_read_and_nowhere_else(helm):
+    manifests = helm.manifests(values=SECURED)
+    mounted = {
+        name: {each["mountPath"] for each in container.get("volumeMounts", [])}
+        - {"/etc/pointsman", "/run/pointsman"}
+        for name, container in containers_of(manifests).items()
+    }
+    tls, auth, keys = "/etc/pointsman-tls", "/etc/pointsman-auth", "/etc/pointsman-keys"
+    assert mounted == {
+        "pointsman-render": {tls, auth, keys},
+        "pointsman": {auth},
+        "envoy": {tls, keys},
+    }
+    text = only(manifests, "ConfigMap")["data"]["pointsman.toml"]
+    config = parse(text, file="pointsman.toml", environ={})
+    assert config.server.tls.cert_file == f"{tls}/tls.crt"
+    assert config.server.tls.client_ca_file is None
+    assert config.server.tls.min_version == "TLSv1_3"
+    assert config.server.auth.keys_file == f"{auth}/keys"
+    # A whole volume is followed when its Secret changes; a subPath would not be.
+    for container in containers_of(manifests).values():
+        assert all("subPath" not in each for each in container.get("volumeMounts", []))
+
+
+@pytest.mark.parametrize(
+    ("values", "probe"),
+    [
+        ({}, {"httpGet": {"path": "/v1/models", "port": "http", "scheme": "HTTP"}}),
+        (
+            {"tls": {"secret": "c"}},
+            {"httpGet": {"path": "/v1/models", "port": "http", "scheme": "HTTPS"}},
+        ),
+        ({"tls": {"secret": "c", "clientCa": True}}, {"tcpSocket": {"port": "http"}}),
+        ({"auth": {"secret": "k"}}, {"tcpSocket": {"port": "http"}}),
+    ],
+)
+def test_a_kubelet_without_key_and_certificate_can_probe(helm, values, probe):
+    found = containers_of(helm.manifests(values=values))["envoy"]["readinessProbe"]
+    assert found.items() >= probe.items()
+
+
+def test_helm_test_speaks_as_clients_do(helm):
+    def arguments(**values):
+        (pod,) = (each for each in helm.manifests(values=values) if each["kind"] == "Pod")
+        return pod["spec"]["containers"][0]["args"]
+
+    assert arguments() == ["http://gw-pointsman:80", "auto"]
+    values = SECURED | {"tls": {"secret": "c", "clientCa": True, "testSecret": "t"}}
+    assert arguments(**values) == [
+        "https://gw-pointsman:80",
+        "auto",
+        "--keys-file=/auth/keys",
+        "--certificate=/client",
+    ]
+    service = only(helm.manifests(values=values), "Service")
+    assert service["spec"]["ports"][0]["appProtocol"] == "https"
+
+
 def test_a_changed_config_rolls_the_pods_and_another_value_does_not(helm):
     def annotations(**more):
         values = {"config": {"upstream": {"x": UPSTREAM}}} | more
@@ -173,6 +247,11 @@ def test_schema_refuses(helm, values, said):
             },
             "config.router.encoder.api_key_env is E, which is not among apiKeys",
         ),
+        (
+            {"config": {"upstream": {"x": UPSTREAM | {"api_key_file": "/etc/pointsman-keys/K"}}}},
+            "config.upstream.x.api_key_file is /etc/pointsman-keys/K, which is not among apiKeyFiles",
+        ),
+        ({"tls": {"clientCa": True}}, "tls.clientCa and tls.testSecret need tls.secret"),
         (
             {"config": {"upstream": {"x": UPSTREAM}, "server": {"listen": "127.0.0.1:8080"}}},
             "which no Service reaches",
@@ -301,6 +380,7 @@ SLOW = settings(
 )
 OURS = (
     "not among apiKeys",
+    "need tls.secret",
     "no Service reaches",
     "no kubelet",
     "Prometheus cannot",

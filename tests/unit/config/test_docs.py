@@ -30,8 +30,9 @@ def examples():
 def test_every_key_of_the_reader_is_documented_and_no_other():
     documented = {label: {key for key, _ in rows} for label, rows in sections()}
     known = {label: set(keys) for label, keys in known_keys().items() if label}
-    known["[router]"].remove("encoder")  # a table of its own
-    known["[extproc]"].remove("tls")
+    for table in ("router.encoder", "server.tls", "server.auth", "extproc.tls"):
+        outer, inner = table.split(".")
+        known[f"[{outer}]"].remove(inner)  # a table of its own
     assert documented == known
 
 
@@ -53,6 +54,9 @@ def test_documented_default_is_the_default(label, key, default):
         without, with_default = UPSTREAM + ROUTE, UPSTREAM + ROUTE + given
     elif label == "[router.encoder]":
         without, with_default = UPSTREAM + SERVICE, UPSTREAM + SERVICE + given
+    elif label == "[server.tls]":
+        without = f'{UPSTREAM}{label}\ncert_file = "/c"\nkey_file = "/k"\n'
+        with_default = without + given
     else:
         without, with_default = UPSTREAM, f"{label}\n{given}{UPSTREAM}"
     assert parse(with_default, file="x", environ={}) == parse(without, file="x", environ={})
@@ -70,6 +74,12 @@ def test_keys_without_a_literal_default_are_these():
         ("dimensions", "none"),
         ("upstreams", "required"),
         ("api_key_env", "none"),
+        ("api_key_file", "none"),
+        ("ca_file", "none"),
+        ("cert_file", "required"),
+        ("key_file", "required"),
+        ("client_ca_file", "none"),
+        ("keys_file", "required"),
         ("path", "none"),
         ("endpoint", "none"),
         ("listen", "none"),
@@ -99,14 +109,16 @@ def test_full_example_has_every_key():
             case "":
                 there = full.keys()
             case "[upstream.ID]":
-                there = full["upstream"]["primary"].keys()
+                # api_key_env and api_key_file exclude each other.
+                there = {key for upstream in full["upstream"].values() for key in upstream}
             case "[[route]]":
                 there = full["route"][0].keys()
-            case "[extproc.tls]":
-                there = full["extproc"]["tls"].keys()
             case "[router.encoder]":  # path excludes the others, which have an example of their own
                 (service,) = (each for each in examples() if "/v1/embeddings" in each)
                 there = {*full["router"]["encoder"], *tomllib.loads(service)["router"]["encoder"]}
+            case "[server.tls]" | "[server.auth]" | "[extproc.tls]":
+                table, inner = label[1:-1].split(".")
+                there = full[table][inner].keys()
             case _:
                 there = full[label[1:-1]].keys()
         assert set(keys) == set(there), label

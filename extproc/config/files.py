@@ -1,0 +1,214 @@
+"""Judges the files that a configuration names: certificates, CAs and keys; it never repeats a key.
+
+A judge takes a path, raises `Unfit` where the gateway could not live with the file, and OSError where
+it cannot be read. Certificates are OpenSSL's to judge, and Envoy's own library agrees with it.
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import gmtime, strftime
+from typing import Final, NamedTuple
+
+from extproc.config.values import Unfit
+
+MIN_KEY_CHARS: Final = 16
+EXPIRY_WARNING_S: Final = 14 * 86_400.0
+
+_MAX_KEYS_BYTES: Final = 1024 * 1024
+_CLIENT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_KEY: Final = re.compile(r"[!-~]+")
+_X509_V_FLAG_NO_CHECK_TIME: Final = 0x200000
+"""Of OpenSSL's x509_vfy.h; Python has no name for it. The dates are compared here."""
+
+
+class Warning(NamedTuple):  # noqa: A001  what it is
+    problem: str
+    mend: str
+
+
+Judge = Callable[[str], Warning | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientKey:
+    """A key that opens the gateway, and whose it is."""
+
+    client: str
+    key: str = field(repr=False)
+
+
+def client_keys(path: str) -> tuple[ClientKey, ...]:
+    """The keys of a file: on each line a client's id and one key of it; `#` opens a comment.
+
+    A client may have several keys, so that one can replace another without a gap. Raise Unfit, whose
+    words name the line and never the key, or OSError.
+    """
+    data = Path(path).read_bytes()
+    if len(data) > _MAX_KEYS_BYTES:
+        raise Unfit(
+            f"the file is over {_MAX_KEYS_BYTES} bytes", "keep keys in it, and nothing else"
+        )
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise Unfit("the file is not UTF-8", "save it as plain text") from None
+    keys: dict[str, tuple[int, ClientKey]] = {}
+    for number, line in enumerate(text.split("\n"), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        form = "write the client's id, a space, and the key"
+        if len(words) != 2:
+            raise Unfit(f"line {number} of the file has {_count(words)}", form)
+        client, key = words
+        if not _CLIENT.fullmatch(client):
+            problem = f"line {number} of the file does not begin with a client's id"
+            raise Unfit(problem, f'{form}; ids are up to 64 letters, digits, ".", "_" and "-"')
+        if not _KEY.fullmatch(key):
+            problem = f"line {number} of the file has a key with characters that no header can hold"
+            raise Unfit(problem, "use visible ASCII")
+        if len(key) < MIN_KEY_CHARS:
+            problem = f"line {number} of the file has a key of {len(key)} characters"
+            raise Unfit(problem, f"use {MIN_KEY_CHARS} or more: openssl rand -hex 24")
+        if key in keys:
+            problem = f"line {number} of the file has the key of line {keys[key][0]}"
+            raise Unfit(problem, "give each client a key of its own")
+        keys[key] = (number, ClientKey(client, key))
+    if not keys:
+        raise Unfit("the file holds no key, so nobody could come in", "add a line: CLIENT KEY")
+    return tuple(each for _, each in keys.values())
+
+
+def _count(words: list[str]) -> str:
+    return "one word" if len(words) == 1 else f"{len(words)} words"
+
+
+def holds_client_keys(path: str) -> None:
+    client_keys(path)
+
+
+def holds_a_key(path: str) -> None:
+    """Of an upstream: one key, which becomes a header; white space around it does not count."""
+    try:
+        key = Path(path).read_bytes().decode("ascii").strip()
+    except UnicodeDecodeError:
+        key = "\N{BULLET}"
+    if not key:
+        raise Unfit("the file is empty", "put the key into it")
+    if not _KEY.fullmatch(key):
+        problem = "the file holds spaces, line breaks or non-ASCII"
+        raise Unfit(problem, "put the key alone into it: it becomes a header")
+
+
+def readable(path: str) -> None:
+    Path(path).read_bytes()
+
+
+def certificates(path: str) -> None:
+    _trusting(path)
+
+
+def private_key_of(cert_path: str) -> Judge:
+    """The key of the certificate at `cert_path`, which is fit."""
+
+    def judge(path: str) -> None:
+        readable(path)
+        _presenting(cert_path, path)
+
+    return judge
+
+
+def lifetime_with(key_path: str, now_s: float) -> Judge:
+    """Of a certificate whose key is fit: whether it can serve at `now_s`, and for 14 days more."""
+
+    def judge(path: str) -> Warning | None:
+        try:
+            own = _rehearse(_presenting(path, key_path), _trusting(path))
+        except ssl.SSLCertVerificationError as error:
+            problem = f"the certificate cannot be a server's: {error.verify_message}"
+            raise Unfit(problem, "have one issued for TLS servers") from None
+        begins_s, ends_s = (
+            ssl.cert_time_to_seconds(str(own[date])) for date in ("notBefore", "notAfter")
+        )
+        if begins_s > now_s:
+            problem = f"the certificate is not valid before {_date(begins_s)}"
+            raise Unfit(problem, "renew it, or set the clock")
+        if ends_s <= now_s:
+            raise Unfit(f"the certificate expired on {_date(ends_s)}", "renew it")
+        if ends_s - now_s < EXPIRY_WARNING_S:
+            return Warning(f"the certificate expires on {_date(ends_s)}", "renew it soon")
+        return None
+
+    return judge
+
+
+def authorities_at(now_s: float) -> Judge:
+    """CA certificates, of which one at least is valid at `now_s`."""
+
+    def judge(path: str) -> None:
+        ends_s = [
+            ssl.cert_time_to_seconds(str(each["notAfter"]))
+            for each in _trusting(path).get_ca_certs()
+        ]
+        if ends_s and max(ends_s) <= now_s:
+            problem = f"its last CA certificate expired on {_date(max(ends_s))}"
+            raise Unfit(problem, "put a valid one into it")
+
+    return judge
+
+
+def _date(at_s: float) -> str:
+    return strftime("%Y-%m-%d", gmtime(at_s))
+
+
+def _trusting(path: str) -> ssl.SSLContext:
+    """A client that trusts what is in the file, of whatever date."""
+    text = Path(path).read_bytes().decode("ascii", "replace")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | _X509_V_FLAG_NO_CHECK_TIME
+    try:
+        context.load_verify_locations(cadata=text)
+    except (ssl.SSLError, ValueError):
+        problem = "the file holds no certificate that can be read"
+        raise Unfit(problem, "write it in PEM: -----BEGIN CERTIFICATE-----") from None
+    return context
+
+
+def _presenting(cert_path: str, key_path: str) -> ssl.SSLContext:
+    """A server with that certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # With a passphrase at hand OpenSSL does not ask at the terminal; Envoy has none either.
+        context.load_cert_chain(cert_path, key_path, password=lambda: b"")
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            problem = "the key is not that of the certificate in cert_file"
+            raise Unfit(problem, "take both from one issuance") from None
+        if error.reason is not None:
+            reason = error.reason.lower().replace("_", " ")
+            raise Unfit(
+                f"the key or its certificate is refused: {reason}", "issue both anew"
+            ) from None
+        problem = "the file holds no private key that can be read"
+        raise Unfit(problem, "write it in PEM, without a passphrase") from None
+    return context
+
+
+def _rehearse(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, object]:
+    """A handshake in memory, for what the client learns of the server's certificate."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client_end = client.wrap_bio(to_client, to_server)
+    server_end = server.wrap_bio(to_server, to_client, server_side=True)
+    for _ in range(3):  # flights of TLS 1.2; 1.3 has fewer
+        for end in (client_end, server_end):
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+    return dict(client_end.getpeercert() or {})

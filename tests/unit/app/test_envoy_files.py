@@ -1,0 +1,100 @@
+"""Files for Envoy are whole and private, and keys are followed without ever taking bad ones."""
+
+import json
+import stat
+
+import pytest
+
+from extproc.app.envoy_files import KeyKeeper, install, replace
+from extproc.config import parse
+
+KEY = "sk-0123456789abcdef"
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "keys").write_text(f"team-a {KEY}\n")
+    text = (
+        '[upstream.a]\nbase_url = "http://127.0.0.1:1"\nmodel = "m"\n'
+        f'[server.auth]\nkeys_file = "{tmp_path}/keys"\n'
+        f'[extproc]\nsocket = "{tmp_path}/run/x.sock"\n'
+    )
+    (tmp_path / "run").mkdir()
+    return parse(text, file="x", environ=None)
+
+
+def published(tmp_path):
+    text = (tmp_path / "run" / "client-keys.json").read_text()
+    (resource,) = json.loads(text)["resources"]
+    return [each["key"] for each in resource["typed_config"]["credentials"]]
+
+
+def test_what_is_written_is_the_owners_alone(tmp_path, config):
+    bootstrap = install(config)
+    assert bootstrap == tmp_path / "run" / "envoy.yaml"
+    files = list((tmp_path / "run").iterdir())
+    assert {each.name for each in files} == {"envoy.yaml", "client-keys.json"}
+    assert all(stat.S_IMODE(each.stat().st_mode) == 0o600 for each in files)
+    assert KEY not in bootstrap.read_text()
+    assert published(tmp_path) == [KEY]
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
+    replace(tmp_path / "f", "old")
+    with pytest.raises(UnicodeEncodeError):
+        replace(tmp_path / "f", "\ud800")
+    assert [each.name for each in tmp_path.iterdir()] == ["f"]
+    assert (tmp_path / "f").read_text() == "old"
+
+
+@pytest.fixture
+def keeper(tmp_path, config):
+    install(config)
+    told = []
+    keeper = KeyKeeper(config.server.auth.keys_file, config.run_dir, told.append)
+    keeper.look()
+    keeper.look()
+    assert told == []  # what install wrote is in force already
+    return keeper, told
+
+
+def test_a_change_is_taken_once_it_has_settled(tmp_path, keeper):
+    keeper, told = keeper
+    (tmp_path / "keys").write_text(f"team-a {KEY}-new\n")
+    keeper.look()
+    assert published(tmp_path) == [KEY]
+    keeper.look()
+    assert published(tmp_path) == [f"{KEY}-new"]
+    keeper.look()
+    assert told == [True]
+
+
+@pytest.mark.parametrize("text", ["", "team-a short\n", None])
+def test_a_bad_file_changes_nothing_is_told_once_and_shows_no_key(tmp_path, keeper, text, caplog):
+    keeper, told = keeper
+    if text is None:
+        (tmp_path / "keys").unlink()
+    else:
+        (tmp_path / "keys").write_text(text)
+    for _ in range(4):
+        keeper.look()
+    assert published(tmp_path) == [KEY]
+    assert told == [False]
+    (record,) = caplog.records
+    assert "the keys from before stay in force" in record.getMessage()
+    assert "short" not in record.getMessage()
+    (tmp_path / "keys").write_text(f"team-a {KEY}-mended\n")
+    keeper.look()
+    keeper.look()
+    assert published(tmp_path) == [f"{KEY}-mended"]
+    assert told == [False, True]
+
+
+def test_a_keeper_that_starts_behind_a_change_takes_it(tmp_path, config):
+    """The sidecar was dead while the file changed."""
+    install(config)
+    (tmp_path / "keys").write_text(f"team-a {KEY}-new\n")
+    keeper = KeyKeeper(config.server.auth.keys_file, config.run_dir, lambda _: None)
+    keeper.look()
+    keeper.look()
+    assert published(tmp_path) == [f"{KEY}-new"]
