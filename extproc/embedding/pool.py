@@ -101,6 +101,16 @@ class PoolEvents(Protocol):
         """A worker ended by itself or was killed; its replacement follows."""
 
 
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """The workers at one moment; a seat that none of the rest counts is between two workers."""
+
+    seats: int
+    busy: int
+    idle: int
+    starting: int
+
+
 _LATE: Final = NotEmbedded(RouteReason.DEGRADED_DEADLINE)
 _FULL: Final = NotEmbedded(RouteReason.DEGRADED_QUEUE_FULL)
 _LOST: Final = NotEmbedded(RouteReason.DEGRADED_WORKER)
@@ -225,6 +235,13 @@ class Pool:
                 if worker.link is not None:
                     worker.link.kill()
             await asyncio.wait(stuck)
+
+    def crew(self) -> Crew:
+        """A worker that answers a ping counts as idle."""
+        states = [worker.state for worker in self._workers]
+        busy = sum(worker.entry is not None for worker in self._workers)
+        warm = states.count(_State.BUSY) + states.count(_State.IDLE)
+        return Crew(self._seats, busy, warm - busy, states.count(_State.STARTING))
 
     # --- work ------------------------------------------------------------------------------------
 
