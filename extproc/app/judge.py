@@ -83,13 +83,23 @@ class Judge:
     async def __call__(self, text: str, deadline: float) -> Scored | NotEmbedded:
         """Past `deadline` (loop.time() seconds) by no more than the static encoder takes."""
         text = bound(text)
-        key = b""
-        if self._cache is not None:
-            key = self._cache.key(text)
-            known = self._cache.get(key)
-            self._metrics.cache_looked_up(hit=known is not None)
-            if known is not None:
-                return Scored(known)
+        if self._cache is None:
+            return await self._score(text, deadline)
+        key = self._cache.key(text)
+        known = self._cache.get(key)
+        self._metrics.cache_looked_up(hit=known is not None)
+        if known is not None:
+            return Scored(known)
+        return await self._score(text, deadline, key)
+
+    async def afresh(self, text: str, deadline: float) -> Scored | NotEmbedded:
+        """The same, neither looked up nor remembered: for prompts that somebody only tries."""
+        return await self._score(bound(text), deadline)
+
+    async def _score(
+        self, text: str, deadline: float, key: bytes | None = None
+    ) -> Scored | NotEmbedded:
+        """`key`: where the cache is to keep what the full encoder says."""
         if self._cascade and self._fast is not None:
             scores = self._fast.scores(text)
             decisive = self._fast.is_decisive(scores)
@@ -103,7 +113,7 @@ class Judge:
                 return outcome
             return Scored(self._fast.scores(text), degraded=True)
         scores = self._index.scores(outcome.vectors)
-        if self._cache is not None:
+        if self._cache is not None and key is not None:
             self._cache.put(key, scores)
         return Scored(scores, wait_s=outcome.wait_s, embed_s=outcome.embed_s)
 
