@@ -83,8 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser(
         "serve",
         help="the sidecar alone, for an Envoy of yours",
-        description="Serve ext_proc and the access log service on a Unix socket, and /metrics, "
-        "/healthz and /readyz on [metrics] listen, until SIGTERM.",
+        description="Serve ext_proc and the access log service on a Unix socket, and the status page, "
+        "/metrics, /healthz and /readyz on [metrics] listen, until SIGTERM.",
     )
     serve.add_argument("--config", type=Path, required=True, metavar="FILE")
     serve.add_argument("--socket", metavar="PATH", help="instead of [extproc] socket")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
+from extproc.app.board import Board
 from extproc.app.judge import (
     EmbedFully,
     Encodes,
@@ -41,8 +42,8 @@ from extproc.core.signals import SignalTable
 from extproc.core.wire_names import EXPLICIT_ROUTE, RULE
 from extproc.embedding.cores import default_workers
 from extproc.embedding.model import default_cache_dir, ensure_model
+from extproc.embedding.pool import Crew, Pool, PoolEvents
 from extproc.embedding.pool import NotEmbedded as PoolNotEmbedded
-from extproc.embedding.pool import Pool, PoolEvents
 from extproc.metrics import Metrics
 from extproc.serving.accounts import AccessLog
 from extproc.serving.admin import AdminServer, Health
@@ -99,16 +100,19 @@ async def running_sidecar(
     )
     health = Health()
     feed = Feed()
+    board = Board(config, registry, feed)
     admin = AdminServer(
         host=config.metrics.host,
         port=config.metrics.port,
         registry=registry,
         health=health,
         feed=feed,
+        status=board,
         probes=(config.health.host, config.health.port) if config.health else None,
     )
     admin.start()  # first, so that probes are answered while the model warms up
     beat = asyncio.create_task(_beat(health))
+    telling = asyncio.create_task(board.run())
     fast = asyncio.create_task(_open_static(config))  # while the workers load their model
     try:
         async with running_embedding(config, metrics, progress=progress) as embedding:
@@ -132,6 +136,7 @@ async def running_sidecar(
                 path=config.extproc_socket + LEDGER_SUFFIX,
                 admin_url=config.admin.url,
                 metrics=metrics,
+                on_read=board.envoy_read,
             )
             server = SidecarServer(
                 socket_path=config.extproc_socket,
@@ -155,6 +160,7 @@ async def running_sidecar(
             )
             await server.start()
             reconciler.start()
+            board.serves(gate=gate, crew=embedding.crew, plan=plan, embed=judge.afresh)
             health.ready = True
             late = asyncio.create_task(_supply(config, embedding, judge))  # the cores are free now
             try:
@@ -168,6 +174,7 @@ async def running_sidecar(
                     await tracing.aclose()
     finally:
         await _cancel(beat)
+        await _cancel(telling)
         await _cancel(fast)
         await asyncio.to_thread(admin.stop)
 
@@ -235,6 +242,7 @@ class Embedding:
     each: Utterances
     """The same, utterance by utterance."""
     digest: str
+    crew: Callable[[], Crew] = lambda: Crew(0, 0, 0, 0)
 
 
 @asynccontextmanager
@@ -268,7 +276,7 @@ async def running_embedding(
                 return NotEmbedded(result.reason)
             return Embedded(result.vectors, result.wait_s, result.embed_s)
 
-        yield Embedding(embed, utterances, each, files.digest)
+        yield Embedding(embed, utterances, each, files.digest, pool.crew)
     finally:
         await pool.aclose()
 
