@@ -87,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser(
         "serve",
         help="the sidecar alone, for an Envoy of yours",
-        description="Serve ext_proc and the access log service on a Unix socket, and /metrics, "
-        "/healthz and /readyz on [metrics] listen, until SIGTERM. With [extproc] listen: ext_proc "
+        description="Serve ext_proc and the access log service on a Unix socket, the status page, "
+        "/metrics, /healthz and /readyz on [metrics] listen, until SIGTERM. With [extproc] listen: ext_proc "
         "on TCP, for an Envoy that pointsman did not render (Envoy Gateway, Istio).",
     )
     serve.add_argument("--config", type=Path, required=True, metavar="FILE")

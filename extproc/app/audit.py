@@ -33,9 +33,14 @@ class Check:
 
     what: str
     envoy: int
-    sidecar: int
-    sum: str
+    parts: Mapping[str, int]
     """What the sidecar's side is made of."""
+    sum: str
+    """The same in words."""
+
+    @property
+    def sidecar(self) -> int:
+        return sum(self.parts.values())
 
     @property
     def difference(self) -> int:
@@ -128,24 +133,32 @@ def weigh(envoy: EnvoyStats, samples: Samples) -> Audit:
     requests = Check(
         "requests",
         envoy.reading.ended,
-        ours("pointsman_requests_total") + ours(unseen) + ours(offset, of="requests"),
+        {
+            "outcomes": ours("pointsman_requests_total"),
+            "unseen": ours(unseen),
+            "offset": ours(offset, of="requests"),
+        },
         "outcomes + unseen + offset",
     )
     let_through = Check(
         "bypassed",
         envoy.reading.let_through,
-        ours("pointsman_decisions_total", reason=bypassed)
-        - ours("pointsman_internal_errors_total")
-        + ours(unseen, cause=UnseenCause.BYPASSED.value)
-        + ours(offset, of="bypassed"),
+        {
+            "decisions bypassed": ours("pointsman_decisions_total", reason=bypassed),
+            "our own faults": -ours("pointsman_internal_errors_total"),
+            "unseen": ours(unseen, cause=UnseenCause.BYPASSED.value),
+            "offset": ours(offset, of="bypassed"),
+        },
         "decisions bypassed - our own faults + unseen + offset",
     )
     records = Check(
         "records",
         envoy.reading.records,
-        ours("pointsman_records_total")
-        + ours("pointsman_records_lost_total")
-        + ours(offset, of="records"),
+        {
+            "received": ours("pointsman_records_total"),
+            "lost": ours("pointsman_records_lost_total"),
+            "offset": ours(offset, of="records"),
+        },
         "received + lost + offset",
     )
     beside = {
@@ -164,7 +177,10 @@ def as_json(found: Audit) -> dict[str, Any]:
     return {
         "adds_up": found.adds_up,
         "quiet": found.is_quiet,
-        "checks": [{**asdict(check), "difference": check.difference} for check in found.checks],
+        "checks": [
+            {**asdict(check), "sidecar": check.sidecar, "difference": check.difference}
+            for check in found.checks
+        ],
         "beside": dict(found.beside),
     }
 

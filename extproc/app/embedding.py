@@ -24,7 +24,7 @@ from extproc.core.routing import Vectors
 from extproc.embedding.batch import Budget
 from extproc.embedding.cores import default_workers
 from extproc.embedding.model import ModelError, default_cache_dir, ensure_model
-from extproc.embedding.pool import Pool, PoolEvents
+from extproc.embedding.pool import Crew, Pool, PoolEvents
 from extproc.embedding.remote import Limits, Remote, RemoteEvents
 from extproc.embedding.service import Failure, Fault, Service
 from extproc.embedding.waiting import NotEmbedded as NotInLine
@@ -76,6 +76,7 @@ class Embedding:
         parallel: int,
         learned: Learned | None = None,
         condition: Callable[[], str] = lambda: "",
+        crew: Callable[[], Crew] = lambda: Crew(0, 0, 0, 0),
     ) -> None:
         """`parallel`: how many prompts it embeds without making one wait. `condition`: why prompts are
         not sent to it, or nothing.
@@ -84,6 +85,7 @@ class Embedding:
         self.parallel = parallel
         self.learned = learned
         self.condition = condition
+        self.crew = crew
         self._followers: list[Callable[[Learned], None]] = []
 
     @property
@@ -160,7 +162,9 @@ async def _workers(
         async def embed(text: str, deadline: float) -> Embedded | NotEmbedded:
             return _told(await pool.embed(text, deadline=deadline))
 
-        yield Embedding(embed, parallel=workers, learned=Learned(each, files.digest))
+        yield Embedding(
+            embed, parallel=workers, learned=Learned(each, files.digest), crew=pool.crew
+        )
     finally:
         await pool.aclose()
 

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from extproc.app.decide import decide
 from extproc.app.embedding import running_embedding
 from extproc.app.plan import compile_plan
 from extproc.config import Config
 from extproc.core.errors import Content
-from extproc.core.exchange import (
-    Exchange,
-    NeedEmbedding,
-    RequestBody,
-    RequestHeaders,
-    Respond,
-)
 from extproc.metrics import Metrics
 
 _PATIENCE_S = 10.0
@@ -39,26 +31,16 @@ async def explain(
 
     `headers`: lower-case names and values; `has`: what else the request holds.
     """
-    loop = asyncio.get_running_loop()
+    body: dict[str, Any] = {"prompt": text} | {each.value: [{}] for each in has}
     async with running_embedding(config, _unread_metrics(), progress=progress) as embedding:
-        exchange = Exchange(compile_plan(config, embedding.utterances))
-        started = time.perf_counter()
-        exchange.receive(
-            RequestHeaders("POST", "/route", "application/json", "", False, named=tuple(headers))
+        told = await decide(
+            compile_plan(config, embedding.utterances),
+            embedding.embed,
+            msgspec.json.encode(body),
+            headers=headers,
+            patience_s=_PATIENCE_S,
         )
-        body: dict[str, Any] = {"prompt": text} | {each.value: [{}] for each in has}
-        action = exchange.receive(RequestBody(msgspec.json.encode(body)))
-        embed_s = 0.0
-        if isinstance(action, NeedEmbedding):
-            before = time.perf_counter()
-            embedded = await embedding.embed(action.text, loop.time() + _PATIENCE_S)
-            embed_s = time.perf_counter() - before
-            action = exchange.receive(embedded)
-        total_s = time.perf_counter() - started
-    assert isinstance(action, Respond)
-    answer: dict[str, Any] = msgspec.json.decode(action.body)
-    timings = {"total_ms": round(total_s * 1e3, 2), "embed_ms": round(embed_s * 1e3, 2)}
-    return answer | {"timings": timings}
+    return told.answer
 
 
 def _unread_metrics() -> Metrics:

@@ -89,14 +89,29 @@ class Judge:
     async def __call__(self, text: str, deadline: float) -> Scored | NotEmbedded:
         """Past `deadline` (loop.time() seconds) by no more than the static encoder takes."""
         text = bound(text)
-        key = b""
-        cache = self._cache  # should `know` come meanwhile, what is found belongs to the old one
-        if cache is not None:
-            key = cache.key(text)
-            known = cache.get(key)
-            self._metrics.cache_looked_up(hit=known is not None)
-            if known is not None:
-                return Scored(known)
+        cache = self._cache
+        if cache is None:
+            return await self._score(text, deadline)
+        key = cache.key(text)
+        known = cache.get(key)
+        self._metrics.cache_looked_up(hit=known is not None)
+        if known is not None:
+            return Scored(known)
+        # Should `know` come meanwhile, what is found belongs to the old cache.
+        return await self._score(text, deadline, keep=lambda scores: cache.put(key, scores))
+
+    async def afresh(self, text: str, deadline: float) -> Scored | NotEmbedded:
+        """The same, neither looked up nor remembered: for prompts that somebody only tries."""
+        return await self._score(bound(text), deadline)
+
+    async def _score(
+        self,
+        text: str,
+        deadline: float,
+        *,
+        keep: Callable[[tuple[RouteScore, ...]], None] = lambda _: None,
+    ) -> Scored | NotEmbedded:
+        """`keep` is told what the full encoder says."""
         if self._cascade and self._fast is not None and self._index.is_known:
             scores = self._fast.scores(text)
             decisive = self._fast.is_decisive(scores)
@@ -110,8 +125,7 @@ class Judge:
                 return outcome
             return Scored(self._fast.scores(text), degraded=True)
         scores = self._index.scores(outcome.vectors)
-        if cache is not None:
-            cache.put(key, scores)
+        keep(scores)
         return Scored(scores, wait_s=outcome.wait_s, embed_s=outcome.embed_s)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 
+from extproc.app.board import Board
 from extproc.app.embedding import Embedding, Learned, running_embedding, worker_count
 from extproc.app.envoy_files import KeyKeeper
 from extproc.app.judge import Encodes, Judge, build_static, fit_fast_tier, open_static
@@ -31,6 +32,7 @@ from extproc.embedding.pool import RestartCause, SkipCause
 from extproc.metrics import Metrics
 from extproc.serving.accounts import AccessLog, Accounts
 from extproc.serving.admin import AdminServer, Health
+from extproc.serving.envoy_stats import EnvoyStats
 from extproc.serving.events import Feed
 from extproc.serving.foreign import ForeignProcessor
 from extproc.serving.gate import Gate
@@ -93,16 +95,19 @@ async def running_sidecar(
     metrics.may_happen(restarts=RestartCause, skips=SkipCause)
     health = Health()
     feed = Feed()
+    board = Board(config, registry, feed)
     admin = AdminServer(
         host=config.metrics.host,
         port=config.metrics.port,
         registry=registry,
         health=health,
         feed=feed,
+        status=board,
         probes=(config.health.host, config.health.port) if config.health else None,
     )
     admin.start()  # first, so that probes are answered while the model warms up
     beat = asyncio.create_task(_beat(health))
+    telling = asyncio.create_task(board.run())
     fast = asyncio.create_task(_open_static(config))  # while the workers load their model
     try:
         async with running_embedding(
@@ -138,8 +143,15 @@ async def running_sidecar(
             )
             accounts = Accounts(metrics=metrics, observer=gate, upstream_names=names, feed=feed)
             serving = _serving_foreign if config.foreign else _serving_ours
-            async with serving(config, decider, gate, metrics, accounts):
+            async with serving(config, decider, gate, metrics, accounts, on_read=board.envoy_read):
                 _spare_the_collector()
+                board.serves(
+                    gate=gate,
+                    crew=embedding.crew,
+                    plan=plan,
+                    embed=judge.afresh,
+                    encoder=embedding.condition,
+                )
                 health.ready = True
                 # The cores are free now.
                 late = asyncio.create_task(
@@ -154,6 +166,7 @@ async def running_sidecar(
                 await tracing.aclose()
     finally:
         await _cancel(beat)
+        await _cancel(telling)
         await _cancel(fast)
         await asyncio.to_thread(admin.stop)
 
@@ -165,10 +178,15 @@ async def _serving_ours(
     gate: Gate,
     metrics: Metrics,
     accounts: Accounts,
+    *,
+    on_read: Callable[[EnvoyStats | None], None],
 ) -> AsyncIterator[None]:
     """On the socket, for the Envoy of `pointsman render`."""
     reconciler = Reconciler(
-        path=config.extproc_socket + LEDGER_SUFFIX, admin_url=config.admin.url, metrics=metrics
+        path=config.extproc_socket + LEDGER_SUFFIX,
+        admin_url=config.admin.url,
+        metrics=metrics,
+        on_read=on_read,
     )
     server = SidecarServer(
         socket_path=config.extproc_socket,
@@ -197,6 +215,8 @@ async def _serving_foreign(
     gate: Gate,
     metrics: Metrics,
     accounts: Accounts,
+    *,
+    on_read: Callable[[EnvoyStats | None], None],  # noqa: ARG001  nobody reads that Envoy
 ) -> AsyncIterator[None]:
     """On TCP, for an Envoy that is not ours: it keeps no accounts for us, and we read none of it."""
     assert config.foreign is not None

@@ -180,7 +180,7 @@ async def _active_requests(session: aiohttp.ClientSession, admin: str) -> int:
 
 async def _announce(config: Config, *, demo: bool) -> None:
     url = config.server.url
-    sys.stdout.write(f"ready {url}\n")
+    sys.stdout.write(f"ready {url}\nstatus {config.metrics.url}/\n")
     if demo:
         broken = next(iter(config.upstreams.values()))
         sys.stdout.write(_demo_lines(url, f"http://{Address(broken.host, broken.port)}", broken.id))

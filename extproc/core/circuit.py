@@ -156,6 +156,19 @@ class Admission:
     transitions: tuple[Transition, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class CircuitView:
+    """One circuit as a person wants to see it."""
+
+    state: State
+    half_open_in_s: float | None
+    """Left of the cooldown; None unless open."""
+    failures: int
+    """Counted ones inside the window; 0 unless closed."""
+    trials: int
+    """Tokens that are out."""
+
+
 class _Gate:
     """One upstream's circuit."""
 
@@ -213,6 +226,19 @@ class GateBank:
         """The state an admission at `now_s` would meet; a look moves nothing."""
         gate = self._gates[upstream]
         return State.HALF_OPEN if self._cooled_down(gate, now_s) else gate.state
+
+    def view(self, upstream: str, now_s: float) -> CircuitView:
+        """See `state`; this moves nothing either."""
+        gate = self._gates[upstream]
+        state = self.state(upstream, now_s)
+        is_open = state is State.OPEN
+        since_s = now_s - self._policy.window_s
+        return CircuitView(
+            state,
+            gate.entered_s + self._policy.cooldown_s - now_s if is_open else None,
+            sum(at_s >= since_s for at_s in gate.failures),
+            sum(at_s > now_s for at_s in gate.tokens.values()),
+        )
 
     def admit(self, chain: Sequence[str], now_s: float) -> Admission:
         """Decide about one request that will try `chain`, distinct upstream ids, in that order."""

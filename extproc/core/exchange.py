@@ -386,10 +386,14 @@ def explain(plan: Plan, decision: RouteDecision, checked: Sequence[Checked]) -> 
             }
             for each in checked
         ],
-        "scores": {
-            score.route: {"score": round(score.score, 4), "threshold": score.threshold}
-            for score in decision.scores
-        },
+        "scores": scores_as_data(decision.scores),
+    }
+
+
+def scores_as_data(scores: Sequence[RouteScore]) -> dict[str, dict[str, float]]:
+    return {
+        score.route: {"score": round(score.score, 4), "threshold": score.threshold}
+        for score in scores
     }
 
 

@@ -75,6 +75,16 @@ class PoolEvents(LineEvents, Protocol):
 _Text: TypeAlias = Entry[bytes]
 
 
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """The workers at one moment; a seat that none of the rest counts is between two workers."""
+
+    seats: int
+    busy: int
+    idle: int
+    starting: int
+
+
 class _State(Enum):
     STARTING = auto()
     IDLE = auto()
@@ -174,6 +184,13 @@ class Pool:
                 if worker.link is not None:
                     worker.link.kill()
             await asyncio.wait(stuck)
+
+    def crew(self) -> Crew:
+        """A worker that answers a ping counts as idle."""
+        states = [worker.state for worker in self._workers]
+        busy = sum(worker.entry is not None for worker in self._workers)
+        warm = states.count(_State.BUSY) + states.count(_State.IDLE)
+        return Crew(self._seats, busy, warm - busy, states.count(_State.STARTING))
 
     # --- work ------------------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
-"""The sidecar's own HTTP listeners: /metrics, /events, /healthz, /readyz, on a thread and loop of
-their own.
+"""The sidecar's own HTTP listeners: /metrics, /events, the status page, /healthz, /readyz, on a thread
+and loop of their own.
 
 Load on the event loop that serves Envoy can so neither delay a probe nor make one kill the pod.
 """
@@ -17,6 +17,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from extproc.serving import page
 from extproc.serving.events import Feed, TooManyWatchersError
 
 STALE_BEAT_S = 15.0
@@ -56,7 +57,10 @@ class AdminServer:
         health: Health,
         probes: tuple[str, int] | None = None,
         feed: Feed | None = None,
+        status: page.Status | None = None,
     ) -> None:
+        """`status`: what the page shows; None: there is no page."""
+        self._status = status
         self._host = host
         self._port = port
         self._probes = probes
@@ -89,6 +93,8 @@ class AdminServer:
         try:
             async with AsyncExitStack() as stack:
                 routes = [web.get("/metrics", self._metrics), web.get("/events", self._events)]
+                if self._status is not None:
+                    routes += page.routes(self._status)
                 await _listen(stack, self._host, self._port, [*routes, *probes])
                 if self._probes is not None:
                     await _listen(stack, *self._probes, probes)
@@ -107,6 +113,7 @@ class AdminServer:
         )
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
+        page.guard(request)
         response = web.StreamResponse(
             headers={"content-type": "text/event-stream", "cache-control": "no-store"}
         )
@@ -146,7 +153,7 @@ class AdminServer:
 async def _listen(
     stack: AsyncExitStack, host: str, port: int, routes: Iterable[web.RouteDef]
 ) -> None:
-    app = web.Application()
+    app = web.Application(client_max_size=page.MOST_BYTES)
     app.add_routes(routes)
     runner = web.AppRunner(app, handle_signals=False, access_log=None)
     stack.push_async_callback(runner.cleanup)

@@ -16,6 +16,8 @@ BACKLOG: Final = 1000
 """Events that wait for one slow watcher; more are dropped, and it is told how many."""
 MOST_WATCHERS: Final = 16
 KEEPALIVE_S: Final = 10.0
+REMEMBERED: Final = 40
+"""Of the last requests, for whoever comes to look: the status page."""
 _PATH: Final = 256
 _ID: Final = 64
 
@@ -51,12 +53,21 @@ class _Watcher:
 
 
 class Feed:
-    """Mutable state: the watchers. `request_ended` is called on one loop, `watch` on another."""
+    """Mutable state: the watchers, and the last requests.
+
+    `watch` is called on another loop than everything else.
+    """
 
     def __init__(self) -> None:
         self._watchers: tuple[_Watcher, ...] = ()
+        self._last: deque[RequestRecord] = deque(maxlen=REMEMBERED)
+
+    def last(self) -> tuple[RequestRecord, ...]:
+        """The newest first."""
+        return tuple(reversed(self._last))
 
     def request_ended(self, record: RequestRecord) -> None:
+        self._last.append(record)
         watchers = self._watchers
         if not watchers:
             return

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from extproc.core import accounts
 from extproc.core.accounts import AttemptRecord, RequestRecord, Verdict
-from extproc.core.circuit import GateBank, State, Ticket, Transition
+from extproc.core.circuit import CircuitView, GateBank, State, Ticket, Transition
 from extproc.core.errors import FallbackReason
 from extproc.metrics import Metrics
 
@@ -39,6 +39,11 @@ class Gate:
         if admission.transitions:
             self._tell(admission.transitions)
         return admission.skip, admission.ticket.encode()
+
+    def circuits(self) -> dict[str, CircuitView]:
+        """By the upstream's name, all at one moment."""
+        now_s = self._clock()
+        return {name: self._bank.view(upstream, now_s) for upstream, name in self._names.items()}
 
     def attempt_ended(self, record: AttemptRecord) -> None:
         ticket = Ticket.decode(record.admission)

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import mmap
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +21,7 @@ from extproc.core.accounts import AttemptRecord, RequestRecord
 from extproc.core.errors import RouteReason
 from extproc.core.ledger import Ledger, Tally
 from extproc.metrics import Metrics
-from extproc.serving.envoy_stats import EnvoyUnreadableError, read_envoy
+from extproc.serving.envoy_stats import EnvoyStats, EnvoyUnreadableError, read_envoy
 
 INTERVAL_S: Final = 2.0
 """Between two readings; far more than the tens of milliseconds that a record travels."""
@@ -38,7 +39,16 @@ _log = logging.getLogger(__name__)
 class Reconciler:
     """Mutable state: the ledger, its mapped file, and the task that reads Envoy."""
 
-    def __init__(self, *, path: str, admin_url: str, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        *,
+        path: str,
+        admin_url: str,
+        metrics: Metrics,
+        on_read: Callable[[EnvoyStats | None], None] = lambda _: None,
+    ) -> None:
+        """`on_read` is told of each reading once our side has taken it in; None: Envoy was silent."""
+        self._on_read = on_read
         self._path = Path(path)
         self._admin_url = admin_url
         self._metrics = metrics
@@ -122,6 +132,7 @@ class Reconciler:
         except EnvoyUnreadableError as error:
             self._metrics.envoy_read(ok=False)
             self._ledger.forget_reading()
+            self._on_read(None)
             if complain:
                 _log.warning("%s", error)
             return False
@@ -130,6 +141,7 @@ class Reconciler:
         self._metrics.requests_unseen(found)
         self._metrics.account_offset(self._ledger.offset)
         self._save()
+        self._on_read(stats)
         if found.bypassed or found.record_lost:
             _log.warning(
                 "Envoy ended %d request(s) that no record told of: %d bypassed the sidecar, "

@@ -56,6 +56,9 @@ async def running(*arguments, url):
             line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), 90)
             log.seek(0)
             assert line.decode() == f"ready {url}\n", log.read().decode()
+            said, page = process.stdout.readline().decode().split()
+            assert said == "status"
+            assert "<title>Pointsman</title>" in httpx.get(page).text
             yield process
         finally:
             if process.poll() is None:

@@ -41,6 +41,8 @@ def test_outcomes_unseen_and_offset_make_up_what_envoy_counted() -> None:
     assert found.adds_up
     assert "every request is accounted for" in as_text(found)
     assert as_json(found)["beside"]["requests under way"] == 2
+    parts = as_json(found)["checks"][0]["parts"]
+    assert parts == {"outcomes": 65, "unseen": 5, "offset": 30}
 
 
 def test_difference_is_named() -> None:

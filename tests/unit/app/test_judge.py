@@ -190,6 +190,22 @@ def test_scores_are_those_that_the_exchange_decides_by():
     assert isinstance(Bench({"x": CODE}).ask("x").scores[0], RouteScore)
 
 
+def test_prompt_that_is_tried_is_neither_looked_up_nor_remembered():
+    bench = Bench({"x": CODE}, cache=DecisionCache(8, b"v"))
+
+    def tried():
+        with asyncio.Runner(loop_factory=FrozenLoop) as runner:
+            return runner.run(bench.judge.afresh("x", DEADLINE_S))
+
+    assert best(tried()) == "code"
+    bench.ask("x")
+    assert len(bench.embed.calls) == 2  # so it was not remembered
+    tried()
+    assert len(bench.embed.calls) == 3  # and not looked up
+    bench.ask("x")
+    assert len(bench.embed.calls) == 3
+
+
 # --- utterances that are known late, or anew ------------------------------------------------------
 
 

@@ -18,7 +18,16 @@ from hypothesis.stateful import (
     rule,
 )
 
-from extproc.core.circuit import Cause, CircuitPolicy, GateBank, State, Ticket, Transition, Trial
+from extproc.core.circuit import (
+    Cause,
+    CircuitPolicy,
+    CircuitView,
+    GateBank,
+    State,
+    Ticket,
+    Transition,
+    Trial,
+)
 from extproc.core.errors import FallbackReason
 
 TIMEOUT = FallbackReason.TIMEOUT
@@ -820,3 +829,26 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+# --- a look from outside ----------------------------------------------------------------------------
+
+
+def test_view_tells_failures_in_the_window_then_what_is_left_of_the_cooldown() -> None:
+    bank = new_bank()
+    for now_s in (0.0, 20.0, 40.0):
+        bank.failed("a", TIMEOUT, visit(bank, "a", now_s), now_s)
+    assert bank.view("a", 41.0) == CircuitView(State.CLOSED, None, 2, 0)  # the first is forgotten
+    trip(bank, "a", 50.0)
+    assert bank.view("a", 60.0) == CircuitView(State.OPEN, 20.0, 0, 0)
+    assert bank.view("a", 80.0) == CircuitView(State.HALF_OPEN, None, 0, 0)
+    visit(bank, "a", 81.0)
+    assert bank.view("a", 82.0).trials == 1
+    assert bank.view("a", 81.0 + TRIAL_TIMEOUT_S).trials == 0  # lost
+
+
+def test_view_moves_nothing() -> None:
+    bank = new_bank()
+    trip(bank, "a", 0.0)
+    bank.view("a", 31.0)
+    assert bank.admit(("a",), 32.0).transitions == (COOLED,)

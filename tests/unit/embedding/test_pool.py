@@ -10,7 +10,7 @@ from extproc.core.errors import RouteReason
 from extproc.embedding.frames import Done, Failed, Unable
 from extproc.embedding.link import Closed
 from extproc.embedding.model import ModelError
-from extproc.embedding.pool import Embedded, NotEmbedded, RestartCause, SkipCause
+from extproc.embedding.pool import Crew, Embedded, NotEmbedded, RestartCause, SkipCause
 
 LATE = NotEmbedded(RouteReason.DEGRADED_DEADLINE)
 FULL = NotEmbedded(RouteReason.DEGRADED_QUEUE_FULL)
@@ -565,3 +565,16 @@ def test_embed_many_gives_up_on_a_text_that_kills_every_worker(scenario):
             await task
 
     scenario(steps)
+
+
+def test_crew_tells_who_works_who_waits_and_whose_seat_is_empty(scenario):
+    async def steps(lab):
+        assert lab.pool.crew() == Crew(seats=2, busy=0, idle=2, starting=0)
+        asked = lab.submit("hello")
+        await lab.settle()
+        assert lab.pool.crew() == Crew(seats=2, busy=1, idle=1, starting=0)
+        next(link for link in lab.links if link.jobs).die(1)
+        await asked
+        assert lab.pool.crew() == Crew(seats=2, busy=0, idle=1, starting=0)
+
+    scenario(steps, workers=2)

@@ -92,3 +92,11 @@ def test_event_holds_no_query_and_bounded_values() -> None:
     assert event.keys() == events.FIELDS.keys()
     assert (event["path"], event["method"]) == ("/a", "M" * 16)
     assert len(str(describe(record(path="/" + "x" * 999))["path"])) == 256
+
+
+def test_last_requests_are_there_without_a_watcher_the_newest_first() -> None:
+    feed = Feed()
+    for number in range(events.REMEMBERED + 1):
+        feed.request_ended(record(number))
+    told = [each.request_id for each in feed.last()]
+    assert (told[0], told[-1]) == (f"id-{events.REMEMBERED}", "id-1")

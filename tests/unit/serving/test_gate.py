@@ -188,3 +188,14 @@ def test_records_of_unknown_upstreams_move_nothing(gateway: Gateway) -> None:
         gateway.attempt(504, "timeout", upstream="z")
         gateway.request("stranger:circuit_open,rule:200")
     assert gateway.admit() == ()
+
+
+def test_circuits_are_told_by_name_with_the_countdown() -> None:
+    gateway = Gateway()
+    gateway.fail_once()
+    assert gateway.gate.circuits()["vllm-a"].failures == 1
+    gateway.fail_once()
+    gateway.clock.advance(10)
+    circuits = gateway.gate.circuits()
+    assert (circuits["vllm-a"].state, circuits["vllm-a"].half_open_in_s) == ("open", 20.0)
+    assert circuits["vllm-b"].state == "closed"

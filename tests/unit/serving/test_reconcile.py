@@ -28,7 +28,10 @@ class Run:
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.registry = CollectorRegistry()
         metrics = Metrics(self.registry, fallback_metric="f", routes=["chat"], upstream_names=["a"])
-        self.reconciler = Reconciler(path=str(path), admin_url="", metrics=metrics)
+        self.told: list[EnvoyStats | None] = []
+        self.reconciler = Reconciler(
+            path=str(path), admin_url="", metrics=metrics, on_read=self.told.append
+        )
         self.envoy: Reading | None = None
         monkeypatch.setattr(reconcile, "read_envoy", self._read_envoy)
         monkeypatch.setattr(self.reconciler, "_run", self._idle)
@@ -127,6 +130,7 @@ def test_envoy_that_does_not_answer_is_counted_and_nothing_is_concluded(
         assert await run.read(reading(5))
         assert run.count("requests_unseen_total", cause="record_lost") == 0
         assert run.count("envoy_reads_total", result="failed") == 1
+        assert [stats is None for stats in run.told] == [False, True, False]
         await run.reconciler.aclose()
 
     asyncio.run(life())
