@@ -181,11 +181,7 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
     timeoutSeconds: 5
     failureThreshold: 3
   {{- if not .Values.nativeSidecar }}
-  # Both hooks begin at once; a drain that is on is waited for, or its last requests would go undecided.
-  lifecycle:
-    preStop:
-      exec:
-        command: [/bin/sh, -c, "sleep 2; while [ -e /run/pointsman/draining ]; do sleep 0.2; done"]
+  {{- include "pointsman.waitForDrain" . | nindent 2 }}
   {{- end }}
   resources:
     {{- toYaml .Values.sidecar.resources | nindent 4 }}
@@ -199,6 +195,14 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
     {{- end }}
 {{- end -}}
 
+{{/* All hooks of a pod begin at once: who serves Envoy's last requests ends behind them. */}}
+{{- define "pointsman.waitForDrain" -}}
+lifecycle:
+  preStop:
+    exec:
+      command: [/bin/sh, -c, "sleep 2; while [ -e /run/pointsman/draining ]; do sleep 0.2; done"]
+{{- end -}}
+
 {{/* The demo's scripted models, on the pod's loopback. */}}
 {{- define "pointsman.demo" -}}
 - name: demo-upstreams
@@ -209,9 +213,12 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
     {{- range $id, $upstream := (include "pointsman.config" . | fromJson).upstream }}
     - --listen={{ regexFind "127\\.0\\.0\\.1:[0-9]+" $upstream.base_url }}={{ $id }}
     {{- end }}
+  {{- include "pointsman.waitForDrain" . | nindent 2 }}
   resources:
     requests: {cpu: 50m, memory: 64Mi}
     limits: {cpu: 500m, memory: 128Mi}
   securityContext:
     {{- include "pointsman.securityContext" . | nindent 4 }}
+  volumeMounts:
+    - {name: pointsman-run, mountPath: /run/pointsman, readOnly: true}
 {{- end -}}
