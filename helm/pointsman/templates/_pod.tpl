@@ -73,14 +73,25 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
 {{- if .Values.nativeSidecar }}
 {{ include "pointsman.sidecar" . }}
   restartPolicy: Always
+{{- if include "pointsman.isNativeEnvoy" . }}
+{{ include "pointsman.envoy" . }}
+  restartPolicy: Always
 {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* A pod needs a container that is no sidecar: in this chart's own it is Envoy. */}}
+{{- define "pointsman.isNativeEnvoy" -}}
+{{- if and .Values.nativeSidecar (eq .Values.mode "sidecar") }}true{{ end -}}
 {{- end -}}
 
 {{- define "pointsman.containers" -}}
 {{- if not .Values.nativeSidecar }}
 {{- include "pointsman.sidecar" . }}
 {{ end }}
+{{- if not (include "pointsman.isNativeEnvoy" .) }}
 {{- include "pointsman.envoy" . }}
+{{- end }}
 {{- if include "pointsman.isDemo" . }}
 {{ include "pointsman.demo" . }}
 {{- end }}
@@ -113,6 +124,14 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
   {{- end }}
   ports:
     - {name: http, containerPort: {{ $http }}}
+  {{- if include "pointsman.isNativeEnvoy" . }}
+  # The pod's own containers are started behind this one.
+  startupProbe:
+    httpGet: {path: /v1/models, port: http}
+    periodSeconds: 1
+    timeoutSeconds: 3
+    failureThreshold: 60
+  {{- end }}
   # The whole path: Envoy asks the sidecar, and the sidecar answers.
   readinessProbe:
     httpGet: {path: /v1/models, port: http}

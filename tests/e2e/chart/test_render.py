@@ -88,7 +88,12 @@ def test_another_charts_pod_carries_both_containers(helm, validate, tmp_path):
     parse(config, file="pointsman.toml", environ={"ELSEWHERE_API_KEY": "k"})
     native = ["--set", "pointsman.nativeSidecar=true", "--kube-version", "1.29"]
     pod = only(helm.manifests(*native, chart=example), "Deployment")["spec"]["template"]["spec"]
-    assert [each["name"] for each in pod["containers"]] == ["vllm", "envoy"]
+    # Both serve before vLLM is started, and until it has ended.
+    assert [each["name"] for each in pod["containers"]] == ["vllm"]
+    natives = [each for each in pod["initContainers"] if each.get("restartPolicy") == "Always"]
+    assert [each["name"] for each in natives] == ["pointsman", "envoy"]
+    assert all("startupProbe" in each for each in natives)
+    assert "lifecycle" not in natives[0]
 
 
 def config_of(manifests):

@@ -12,7 +12,7 @@ import time
 import httpx
 import pytest
 from chart_tools import only
-from gateway import CHAT, ask, free_ports, until
+from gateway import CHAT, ask, free_ports, scenario, until
 from pods import Pod, Service, image_values, need_podman
 
 from extproc.demo.answers import PIECES
@@ -147,3 +147,27 @@ async def _updates(start):
     for each in pods[:-1]:
         codes = {name: each.exit_code(name) for name in ("envoy", "pointsman")}
         assert codes == {"envoy": 0, "pointsman": 0}
+
+
+@scenario
+async def test_a_native_sidecar_is_warm_before_envoy_starts_and_ends_after_it(start):
+    """podman has none: the order is a kubelet's, kept by pods.py."""
+    pod = await asyncio.to_thread(start, "gw-native", "--kube-version=1.29", nativeSidecar=True)
+    load = Load(pod.url)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(load.pooled())
+        await until(lambda: load.answered["pooled"] >= 20, within_s=20)
+        streaming = asyncio.create_task(stream(pod.url, 0))
+        await asyncio.sleep(0.5)
+        ending = asyncio.create_task(pod.end())
+        await asyncio.sleep(SETTLE_S / 2)
+        # One pod alone: whoever comes when it has closed is refused, so nobody does.
+        load.over.set()
+        text = await streaming
+        await ending
+    assert load.lost == []
+    assert load.undecided == 0
+    assert text.endswith("data: [DONE]\n\n")
+    ended = {name: pod.inspect(name, "FinishedAt") for name in ("envoy", "pointsman")}
+    assert ended["envoy"] < ended["pointsman"]
+    assert pod.exit_code("envoy") == pod.exit_code("pointsman") == 0
