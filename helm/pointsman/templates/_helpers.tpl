@@ -27,6 +27,23 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 
+{{/* A test's pod is no pod of the gateway: neither Service nor budget nor policy may count it. */}}
+{{- define "pointsman.testLabels" -}}
+app.kubernetes.io/name: {{ printf "%s-test" (include "pointsman.name" . | trunc 57 | trimSuffix "-") | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end -}}
+
+{{/* Where the gateway's pods may run, its tests may. */}}
+{{- define "pointsman.testPlacement" -}}
+{{- range $key := list "imagePullSecrets" "nodeSelector" "tolerations" }}
+{{- with get $.Values $key }}
+{{ $key }}:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{- define "pointsman.serviceAccount" -}}
 {{- if .Values.serviceAccount.create -}}
 {{- default (include "pointsman.fullname" .) .Values.serviceAccount.name -}}

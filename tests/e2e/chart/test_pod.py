@@ -12,7 +12,7 @@ import time
 import httpx
 import pytest
 from gateway import CHAT, ask, free_ports, scenario, until
-from pods import ENVIRON, Pod, image_values, need_podman, podman
+from pods import ENVIRON, Pod, image_values, need_podman, podman, run_to_end
 
 POD = "gw-pointsman"
 CODE = "Write a Python function that reverses a linked list"
@@ -23,9 +23,12 @@ SETTLE_S, LIMIT_S = 2, 20
 def pod(helm4):
     need_podman()
     drain = {"drain": {"settleSeconds": SETTLE_S, "limitSeconds": LIMIT_S}}
-    manifests = helm4.manifests(values=image_values() | drain)
+    # podman has no Service: the tests' pods find the gateway's own port under its name.
+    values = image_values() | drain | {"service": {"port": 8080}}
+    manifests = helm4.manifests(values=values)
     ports = dict(zip(("http", "health"), free_ports(2), strict=True))
     pod = Pod(manifests, ports, name=POD)
+    pod.manifests = manifests
     try:
         pod.start()
         yield pod
@@ -46,6 +49,34 @@ async def test_routes_and_falls_over(pod):
     assert answer.status_code == 200
     assert answer.headers["x-pointsman-upstream"] == "general"
     assert answer.headers["x-pointsman-fallback"] == "5xx"
+
+
+def helm_test(pod, name):
+    """One of the Pods that `helm test` makes: its exit code, and what it printed."""
+    (manifest,) = (
+        each for each in pod.manifests if each["metadata"]["name"] == name and each["kind"] == "Pod"
+    )
+    return run_to_end(manifest, pod.manifests, hosts={"gw-pointsman": pod.address})
+
+
+def test_helm_test_sends_a_request_through_the_service(pod):
+    code, said = helm_test(pod, "gw-pointsman-test")
+    assert code == 0, said
+    assert "x-pointsman-attempts: general:200" in said
+    # Where no model answers, the rule does, with 200: no success.
+    for port in (18081, 18082, 18083):
+        pod.fault(port, '{"kind":"5xx"}')
+    code, said = helm_test(pod, "gw-pointsman-test")
+    for port in (18081, 18082, 18083):
+        pod.fault(port, None)
+    assert code == 1
+    assert "no model answered, so the rule did" in said
+
+
+def test_helm_test_runs_the_drill(pod):
+    code, said = helm_test(pod, "gw-pointsman-test-drill")
+    assert code == 0, said
+    assert said.count("all 12 expectations held") == 2, said
 
 
 def test_runs_as_nobody_on_a_read_only_root_with_metrics_and_admin_out_of_reach(pod):
