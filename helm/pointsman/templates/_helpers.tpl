@@ -1,18 +1,19 @@
 {{/* Names, labels, images and the effective configuration; what a pod is made of stands in _pod.tpl. */}}
 
 {{- define "pointsman.name" -}}
-{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
+{{- default .Chart.Name .Values.nameOverride -}}
 {{- end -}}
 
 {{- define "pointsman.fullname" -}}
 {{- $name := include "pointsman.name" . -}}
+{{- $full := printf "%s-%s" .Release.Name $name -}}
 {{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- $full = .Values.fullnameOverride -}}
 {{- else if contains $name .Release.Name -}}
-{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
-{{- else -}}
-{{- printf "%s-%s" .Release.Name $name | trunc 50 | trimSuffix "-" -}}
+{{- $full = .Release.Name -}}
 {{- end -}}
+{{/* A release's name may have dots, and a Service's none. */}}
+{{- $full | replace "." "-" | trunc 50 | trimAll "-" -}}
 {{- end -}}
 
 {{- define "pointsman.selectorLabels" -}}
@@ -85,6 +86,16 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- regexFind "[0-9]+$" (get $table "listen" | default .default) -}}
 {{- end -}}
 
+{{/* A quantity's size in units: 0.5 of "500m". */}}
+{{- define "pointsman.quantity" -}}
+{{- if kindIs "string" . -}}
+{{- $factors := dict "" 1 "m" 0.001 "k" 1e3 "Ki" 1024 "M" 1e6 "Mi" 1048576 "G" 1e9 "Gi" 1073741824 "T" 1e12 "Ti" 1099511627776 -}}
+{{- mulf (regexFind "^[0-9.]+" .) (get $factors (regexFind "[A-Za-z]*$" .)) -}}
+{{- else -}}
+{{- . -}}
+{{- end -}}
+{{- end -}}
+
 {{/* What the schema cannot say, each with its mend. */}}
 {{- define "pointsman.refuse" -}}
 {{- $config := include "pointsman.config" . | fromJson -}}
@@ -93,6 +104,19 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- with $upstream.api_key_env -}}
 {{- if not (hasKey $.Values.apiKeys .) -}}
 {{- fail (printf "config.upstream.%s.api_key_env is %s, which is not among apiKeys: add apiKeys.%s with secret and key" $id . .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if and (eq .Values.mode "gateway") (regexMatch "^[0-9]" (include "pointsman.fullname" .)) -}}
+{{- fail (printf "the name %s begins with a digit, which a Service's may not: set fullnameOverride" (include "pointsman.fullname" .)) -}}
+{{- end -}}
+{{- range $part := list "sidecar" "envoy" -}}
+{{- $resources := get (get $.Values $part) "resources" -}}
+{{- range $name, $wanted := $resources.requests -}}
+{{- with get ($resources.limits | default dict) $name -}}
+{{- if gt (include "pointsman.quantity" $wanted | float64) (include "pointsman.quantity" . | float64) -}}
+{{- fail (printf "%s.resources.requests.%s is %v, more than its limit of %v: raise limits.%s, or lower the request" $part $name $wanted . $name) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
