@@ -21,7 +21,7 @@ seccompProfile: {type: RuntimeDefault}
 {{/* Envoy sends the keys; `pointsman check` and the sidecar only look whether they are set. */}}
 {{- define "pointsman.env" -}}
 {{- range $name, $from := .Values.apiKeys }}
-- name: {{ $name }}
+- name: {{ $name | quote }}
   valueFrom:
     secretKeyRef: {name: {{ $from.secret | quote }}, key: {{ $from.key | quote }}}
 {{- end }}
@@ -51,7 +51,7 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
 {{- define "pointsman.initContainers" -}}
 # The configuration is checked, and Envoy's bootstrap rendered from it, by the version that will serve it.
 - name: pointsman-render
-  image: {{ include "pointsman.image" (dict "image" .Values.image "tag" .Chart.AppVersion) }}
+  image: {{ include "pointsman.image" (dict "image" .Values.image "tag" .Chart.AppVersion) | quote }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
   command: [/bin/sh, -ec]
   args:
@@ -102,7 +102,7 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
 {{- $http := include "pointsman.port" (dict "config" $config "of" "server" "default" "0.0.0.0:8080") -}}
 {{- $admin := include "pointsman.port" (dict "config" $config "of" "admin" "default" "127.0.0.1:9901") -}}
 - name: envoy
-  image: {{ include "pointsman.image" (dict "image" .Values.envoy.image "tag" "") }}
+  image: {{ include "pointsman.image" (dict "image" .Values.envoy.image "tag" "") | quote }}
   imagePullPolicy: {{ .Values.envoy.image.pullPolicy }}
   command: [envoy]
   args:
@@ -111,7 +111,7 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
     - --concurrency
     - {{ .Values.envoy.concurrency | toString | quote }}
     - --log-level
-    - {{ .Values.envoy.logLevel }}
+    - {{ .Values.envoy.logLevel | quote }}
     - --disable-hot-restart
     # From the drain's beginning every answer asks its client to go elsewhere.
     - --drain-strategy
@@ -164,7 +164,7 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
 {{- define "pointsman.sidecar" -}}
 {{- $config := include "pointsman.config" . | fromJson -}}
 - name: pointsman
-  image: {{ include "pointsman.image" (dict "image" .Values.image "tag" .Chart.AppVersion) }}
+  image: {{ include "pointsman.image" (dict "image" .Values.image "tag" .Chart.AppVersion) | quote }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
   args: [serve, --config, /etc/pointsman/pointsman.toml]
   {{- $env := include "pointsman.env" . }}
@@ -225,7 +225,7 @@ lifecycle:
 {{/* The demo's scripted models, on the pod's loopback. */}}
 {{- define "pointsman.demo" -}}
 - name: demo-upstreams
-  image: {{ include "pointsman.image" (dict "image" .Values.image "tag" .Chart.AppVersion) }}
+  image: {{ include "pointsman.image" (dict "image" .Values.image "tag" .Chart.AppVersion) | quote }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
   command: [python3, -m, extproc.demo]
   args:

@@ -236,6 +236,20 @@ def test_demo_is_what_pointsman_up_demo_serves(helm):
     assert config.admin.host == config.metrics.host == "127.0.0.1"
 
 
+def test_words_that_yaml_takes_for_something_else_stay_words(helm, validate):
+    values = {
+        "envoy": {"logLevel": "off", "image": {"repository": "12", "tag": "30"}},
+        "apiKeys": {"NO": {"secret": "null", "key": "1"}},
+    }
+    text = helm.template(values=values)
+    validate(text, "1.37")
+    pod = only(check(text), "Deployment")["spec"]["template"]["spec"]
+    (envoy,) = (each for each in pod["containers"] if each["name"] == "envoy")
+    assert "off" in envoy["args"]
+    assert envoy["image"] == "12:30"
+    assert envoy["env"][0]["name"] == "NO"
+
+
 def test_keys_are_referenced_and_in_no_config_map(helm):
     manifests = helm.manifests(values=VALUES["full"])
     pod = only(manifests, "Deployment")["spec"]["template"]["spec"]
