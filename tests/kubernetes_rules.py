@@ -144,6 +144,7 @@ def _pod(pod):
         assert all(len(name) <= 63 and LABEL.fullmatch(name) for name in each), each
     for container in containers:
         _container(container, volumes)
+    assert SUBDOMAIN.fullmatch(pod.get("priorityClassName", "none"))
     keys = [
         (each["topologyKey"], each["whenUnsatisfiable"])
         for each in pod.get("topologySpreadConstraints", ())
@@ -167,12 +168,17 @@ def _container(container, volumes):
     assert {each["name"] for each in container.get("volumeMounts", ())} <= set(volumes)
     for variable in container.get("env", ()):
         assert ENV_NAME.fullmatch(variable["name"]), variable
+        if source := variable.get("valueFrom"):
+            assert SUBDOMAIN.fullmatch(source["secretKeyRef"]["name"]), variable
     resources = container["resources"]
     limits = {name: _quantity(each) for name, each in resources.get("limits", {}).items()}
     for name, each in resources.get("requests", {}).items():
         assert _quantity(each) <= limits.get(name, _quantity(each)), (name, resources)
     for name in (*resources.get("requests", {}), *limits):
-        assert name in ("cpu", "memory", "ephemeral-storage") or "/" in name, name
+        if name not in ("cpu", "memory", "ephemeral-storage"):
+            assert "/" in name
+            assert limits[name] == int(limits[name])
+            assert name not in resources.get("requests", {})
 
 
 def _quantity(value):

@@ -112,6 +112,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 {{- range $part := list "sidecar" "envoy" -}}
 {{- $resources := get (get $.Values $part) "resources" -}}
+{{- range $name, $limit := $resources.limits -}}
+{{- if and (contains "/" $name) (not (regexMatch "^[0-9]+$" (toString $limit))) -}}
+{{- fail (printf "%s.resources.limits.%s is %v: of a device there are whole ones only" $part $name $limit) -}}
+{{- end -}}
+{{- end -}}
 {{- range $name, $wanted := $resources.requests -}}
 {{- with get ($resources.limits | default dict) $name -}}
 {{- if gt (include "pointsman.quantity" $wanted | float64) (include "pointsman.quantity" . | float64) -}}

@@ -320,6 +320,10 @@ def test_schema_refuses(helm, values, said):
             {"envoy": {"resources": {"requests": {"memory": "1025Mi"}}}},
             "envoy.resources.requests.memory is 1025Mi, more than its limit of 1Gi",
         ),
+        (
+            {"sidecar": {"resources": {"limits": {"nvidia.com/gpu": "0.5"}}}},
+            "sidecar.resources.limits.nvidia.com/gpu is 0.5: of a device there are whole ones only",
+        ),
     ],
 )
 def test_what_the_schema_cannot_say_is_refused_with_its_mend(helm, values, said):
@@ -464,7 +468,8 @@ def _objects(schema):
     if "properties" not in schema:
         if "propertyNames" not in schema:
             return st.just({})
-        names = matching(schema["propertyNames"]["pattern"])
+        keys = resolved(schema["propertyNames"])
+        names = matching(keys["pattern"]).filter(lambda key: len(key) <= keys.get("maxLength", 999))
         return st.dictionaries(names, admitted(schema["additionalProperties"]), max_size=3)
     properties = {
         key: passed_through(key, each) if key in PASSED_THROUGH else admitted(each)
@@ -504,6 +509,7 @@ OURS = (
     "no kubelet",
     "Prometheus cannot",
     "more than its limit",
+    "whole ones only",
     "begins with a digit",
     "needs Kubernetes",
 )
