@@ -135,7 +135,13 @@ async def test_a_killed_sidecar_loses_no_request_and_comes_back(pod):
 async def test_drains_what_is_in_flight_and_refuses_the_rest(pod):
     """Last, because the pod serves no more after it."""
     pod.fault(18081, '{"kind":"hang"}')
-    async with httpx.AsyncClient(base_url=pod.url, timeout=30) as client:
+    async with (
+        httpx.AsyncClient(base_url=pod.url, timeout=30) as client,
+        httpx.AsyncClient(
+            base_url=pod.url, timeout=30, limits=httpx.Limits(keepalive_expiry=None)
+        ) as silent,
+    ):
+        assert (await silent.get("/v1/models")).headers.get("connection") != "close"
         # Waits 2 s for its first model: by then the listener is closed, and the next model is tried.
         envoy = await asyncio.create_subprocess_exec("podman", *pod.hook("envoy"), env=ENVIRON)
         sidecar = await asyncio.create_subprocess_exec(
@@ -160,6 +166,12 @@ async def test_drains_what_is_in_flight_and_refuses_the_rest(pod):
         await until(refused, within_s=10, every_s=0.1)
         assert not in_flight.done()
         answer = await in_flight
+        # Nothing is in flight, but a client that nobody has told to leave may send at any time.
+        await asyncio.sleep(SETTLE_S / 2)
+        assert envoy.returncode is None
+        late = await silent.get("/v1/models")
+        assert late.status_code == 200
+        assert late.headers["connection"] == "close"
     assert answer.status_code == 200
     assert answer.headers["x-pointsman-attempts"] == "coder:timeout,general:200"
     assert time.monotonic() - began > 1.5

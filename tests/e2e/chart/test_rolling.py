@@ -20,7 +20,7 @@ from extproc.demo.answers import PIECES
 SETTLE_S, LIMIT_S = 3, 30
 ENDPOINTS_LAG_S = 1.0
 """From a pod's end until the last node knows of it; with 1,000 nodes it takes seconds too."""
-SPARSE = 40
+SPARSE = 100
 SPARSE_EVERY_S = SETTLE_S + 1
 STREAM_S = 16
 CODE = "Write a Python function that reverses a linked list"
