@@ -18,8 +18,8 @@ HELMS = {"3.17": "helm-3.17", "4.3": "helm-4.3"}
 
 def tool(name: str) -> str:
     """The path of a tool that tools.py installs, or of the machine's own; else the test is skipped."""
-    for folder in (TOOLS, TOOLS / "venv" / "bin"):
-        if (folder / name).exists():
+    for folder in (TOOLS, TOOLS / "venv" / "bin", TOOLS / "checkov" / "bin"):
+        if (folder / name).is_file():
             return str(folder / name)
     if found := shutil.which(name):
         return found

@@ -52,8 +52,8 @@ class Collects(Protocol):
 
 class Board:
     """Mutable state. Of the serving loop: `_history`, `_points`, `_labels`, `_audit*`, `_trying`, `_gate`,
-    `_crew`, `_encoder`, `_try`. Of the admin thread: `_built`. One leaves `_facts` and `_told` for the other, each
-    replaced whole.
+    `_crew`, `_encoder`, `_try`. Of the admin thread: `_built`. One leaves `_facts` and `_told` for the
+    other, each replaced whole.
     """
 
     def __init__(

@@ -30,8 +30,11 @@ Schema = dict[str, Any]
 _UNPRINTABLE: Final = "\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufeff\ufffe\uffff"
 _TEXT: Final[Schema] = {"type": "string", "pattern": f"^[^{_UNPRINTABLE}]+$"}
 _NAME: Final[Schema] = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"}
+_PORT: Final = (
+    "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+)
 _KINDS: Final[dict[str, Schema]] = {
-    "address": {"type": "string", "pattern": r"^[0-9A-Za-z.:\[\]]*:[0-9]{1,5}$"},
+    "address": {"type": "string", "pattern": rf"^[0-9A-Za-z.:\[\]]*:{_PORT}$"},
     "duration": {"type": "string", "pattern": r"^[0-9]{1,15}(\.[0-9]{1,9})?(ms|s|m|h)$"},
     "size": {"type": "string", "pattern": r"^[0-9]{1,15}(\.[0-9]{1,9})?([KMG]i?)?B$"},
     "name": _NAME,

@@ -5,7 +5,9 @@
 #
 # For SETTLE_SECONDS Envoy goes on accepting, because the cluster's load balancers still send; each
 # answer asks its client to close. Then the listener closes, and requests in flight have until
-# LIMIT_SECONDS after that. Envoy's image has bash and no HTTP client.
+# LIMIT_SECONDS after that. A client that was silent so far keeps a connection and has not been told:
+# its next request would meet Envoy's end. So it is over once no connection is left, or once nothing
+# has come on those for another SETTLE_SECONDS. Envoy's image has bash and no HTTP client.
 set -u
 port=$1 settle=$2 limit=$3
 mark=${POINTSMAN_RUN:-/run/pointsman}/draining
@@ -17,10 +19,10 @@ ask() { # METHOD PATH
   } 3<>"/dev/tcp/127.0.0.1/$port"
 }
 
-# Requests in flight, one a line; none once Envoy is gone.
-in_flight() {
-  ask GET '/stats?filter=^http.ingress.downstream_rq_active$' |
-    sed -n 's/^http\.ingress\.downstream_rq_active: \([1-9][0-9]*\).*/\1/p'
+# "CONNECTIONS IN_FLIGHT REQUESTS_SO_FAR" of clients; nothing once Envoy is gone.
+clients() {
+  ask GET '/stats?filter=^http.ingress.downstream_(cx_active|rq_active|rq_total)$' |
+    sed -n 's/^http\.ingress\.downstream_[a-z_]*: \([0-9]*\).*/\1/p' | tr '\n' ' '
 }
 
 # The sidecar's own hook waits for as long as the mark is there.
@@ -29,7 +31,13 @@ trap 'rm -f "$mark"' EXIT
 # Only the listener for clients: those inside go on serving what is in flight.
 ask POST '/drain_listeners?inboundonly&graceful' >/dev/null || exit 0
 sleep "$settle"
-end=$((SECONDS + limit))
-while [ -n "$(in_flight)" ] && [ "$SECONDS" -lt "$end" ]; do
+end=$((SECONDS + limit)) quiet_since=$SECONDS last=
+while [ "$SECONDS" -lt "$end" ]; do
+  read -r connections in_flight requests < <(clients; echo)
+  [ "${connections:-0}" -gt 0 ] || exit 0
+  if [ "$in_flight" -gt 0 ] || [ "$requests" != "$last" ]; then
+    quiet_since=$SECONDS last=$requests
+  fi
+  [ $((SECONDS - quiet_since)) -lt "$settle" ] || exit 0
   sleep 0.2
 done

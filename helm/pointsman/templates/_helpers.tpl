@@ -1,18 +1,19 @@
 {{/* Names, labels, images and the effective configuration; what a pod is made of stands in _pod.tpl. */}}
 
 {{- define "pointsman.name" -}}
-{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
+{{- default .Chart.Name .Values.nameOverride -}}
 {{- end -}}
 
 {{- define "pointsman.fullname" -}}
 {{- $name := include "pointsman.name" . -}}
+{{- $full := printf "%s-%s" .Release.Name $name -}}
 {{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- $full = .Values.fullnameOverride -}}
 {{- else if contains $name .Release.Name -}}
-{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
-{{- else -}}
-{{- printf "%s-%s" .Release.Name $name | trunc 50 | trimSuffix "-" -}}
+{{- $full = .Release.Name -}}
 {{- end -}}
+{{/* A release's name may have dots, and a Service's none. */}}
+{{- $full | replace "." "-" | trunc 50 | trimAll "-" -}}
 {{- end -}}
 
 {{- define "pointsman.selectorLabels" -}}
@@ -25,6 +26,23 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{/* A test's pod is no pod of the gateway: neither Service nor budget nor policy may count it. */}}
+{{- define "pointsman.testLabels" -}}
+app.kubernetes.io/name: {{ printf "%s-test" (include "pointsman.name" . | trunc 57 | trimSuffix "-") | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end -}}
+
+{{/* Where the gateway's pods may run, its tests may. */}}
+{{- define "pointsman.testPlacement" -}}
+{{- range $key := list "imagePullSecrets" "nodeSelector" "tolerations" }}
+{{- with get $.Values $key }}
+{{ $key }}:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{- define "pointsman.serviceAccount" -}}
@@ -90,6 +108,16 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- ternary "https" "http" (not (empty (include "pointsman.config" . | fromJson).server.tls)) -}}
 {{- end -}}
 
+{{/* A quantity's size in units: 0.5 of "500m". */}}
+{{- define "pointsman.quantity" -}}
+{{- if kindIs "string" . -}}
+{{- $factors := dict "" 1 "m" 0.001 "k" 1e3 "Ki" 1024 "M" 1e6 "Mi" 1048576 "G" 1e9 "Gi" 1073741824 "T" 1e12 "Ti" 1099511627776 -}}
+{{- mulf (regexFind "^[0-9.]+" .) (get $factors (regexFind "[A-Za-z]*$" .)) -}}
+{{- else -}}
+{{- . -}}
+{{- end -}}
+{{- end -}}
+
 {{/* What the schema cannot say, each with its mend. */}}
 {{- define "pointsman.refuse" -}}
 {{- $config := include "pointsman.config" . | fromJson -}}
@@ -114,6 +142,24 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- if and (or .Values.tls.clientCa .Values.tls.testSecret) (not .Values.tls.secret) -}}
 {{- fail "tls.clientCa and tls.testSecret need tls.secret: add it, or leave them out" -}}
+{{- end -}}
+{{- if and (eq .Values.mode "gateway") (regexMatch "^[0-9]" (include "pointsman.fullname" .)) -}}
+{{- fail (printf "the name %s begins with a digit, which a Service's may not: set fullnameOverride" (include "pointsman.fullname" .)) -}}
+{{- end -}}
+{{- range $part := list "sidecar" "envoy" -}}
+{{- $resources := get (get $.Values $part) "resources" -}}
+{{- range $name, $limit := $resources.limits -}}
+{{- if and (contains "/" $name) (not (regexMatch "^[0-9]+$" (toString $limit))) -}}
+{{- fail (printf "%s.resources.limits.%s is %v: of a device there are whole ones only" $part $name $limit) -}}
+{{- end -}}
+{{- end -}}
+{{- range $name, $wanted := $resources.requests -}}
+{{- with get ($resources.limits | default dict) $name -}}
+{{- if gt (include "pointsman.quantity" $wanted | float64) (include "pointsman.quantity" . | float64) -}}
+{{- fail (printf "%s.resources.requests.%s is %v, more than its limit of %v: raise limits.%s, or lower the request" $part $name $wanted . $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- if regexMatch $loopback $config.health.listen -}}
 {{- fail (printf "config.health.listen is %s, where no kubelet can ask: leave it out, or take an address of the pod" $config.health.listen) -}}

@@ -21,7 +21,7 @@ seccompProfile: {type: RuntimeDefault}
 {{/* Envoy sends the keys; `pointsman check` and the sidecar only look whether they are set. */}}
 {{- define "pointsman.env" -}}
 {{- range $name, $from := .Values.apiKeys }}
-- name: {{ $name }}
+- name: {{ $name | quote }}
   valueFrom:
     secretKeyRef: {name: {{ $from.secret | quote }}, key: {{ $from.key | quote }}}
 {{- end }}
@@ -88,7 +88,7 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
 {{- $extproc := eq .Values.mode "extproc" -}}
 # The configuration is checked, and Envoy's bootstrap rendered from it, by the version that will serve it.
 - name: pointsman-render
-  image: {{ include "pointsman.image" (dict "image" .Values.image "tag" .Chart.AppVersion) }}
+  image: {{ include "pointsman.image" (dict "image" .Values.image "tag" .Chart.AppVersion) | quote }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
   command: [/bin/sh, -ec]
   args:
@@ -115,7 +115,16 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
 {{- if and .Values.nativeSidecar (not $extproc) }}
 {{ include "pointsman.sidecar" . }}
   restartPolicy: Always
+{{- if include "pointsman.isNativeEnvoy" . }}
+{{ include "pointsman.envoy" . }}
+  restartPolicy: Always
 {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* A pod needs a container that is no sidecar: in this chart's own it is Envoy. */}}
+{{- define "pointsman.isNativeEnvoy" -}}
+{{- if and .Values.nativeSidecar (eq .Values.mode "sidecar") }}true{{ end -}}
 {{- end -}}
 
 {{- define "pointsman.containers" -}}
@@ -123,7 +132,7 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
 {{- if or $extproc (not .Values.nativeSidecar) }}
 {{- include "pointsman.sidecar" . }}
 {{ end }}
-{{- if not $extproc }}
+{{- if not (or $extproc (include "pointsman.isNativeEnvoy" .)) }}
 {{- include "pointsman.envoy" . }}
 {{- end }}
 {{- if include "pointsman.isDemo" . }}
@@ -136,7 +145,7 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
 {{- $http := include "pointsman.port" (dict "config" $config "of" "server" "default" "0.0.0.0:8080") -}}
 {{- $admin := include "pointsman.port" (dict "config" $config "of" "admin" "default" "127.0.0.1:9901") -}}
 - name: envoy
-  image: {{ include "pointsman.image" (dict "image" .Values.envoy.image "tag" "") }}
+  image: {{ include "pointsman.image" (dict "image" .Values.envoy.image "tag" "") | quote }}
   imagePullPolicy: {{ .Values.envoy.image.pullPolicy }}
   command: [envoy]
   args:
@@ -145,7 +154,7 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
     - --concurrency
     - {{ .Values.envoy.concurrency | toString | quote }}
     - --log-level
-    - {{ .Values.envoy.logLevel }}
+    - {{ .Values.envoy.logLevel | quote }}
     # It says at length that two filters are work in progress, and again when keys change.
     - --component-log-level
     - misc:error
@@ -164,6 +173,18 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
     {{- if and .Values.podMonitor.enabled .Values.podMonitor.envoy }}
     - {name: envoy-metrics, containerPort: {{ regexFind "[0-9]+$" $config.metrics.envoy_listen }}}
     {{- end }}
+  {{- if include "pointsman.isNativeEnvoy" . }}
+  # The pod's own containers are started behind this one.
+  startupProbe:
+    {{- if or ($config.server.auth) (dig "tls" "client_ca_file" "" $config.server) }}
+    tcpSocket: {port: http}
+    {{- else }}
+    httpGet: {path: /v1/models, port: http, scheme: {{ include "pointsman.scheme" . | upper }}}
+    {{- end }}
+    periodSeconds: 1
+    timeoutSeconds: 3
+    failureThreshold: 60
+  {{- end }}
   readinessProbe:
     {{- if or ($config.server.auth) (dig "tls" "client_ca_file" "" $config.server) }}
     # A kubelet has neither key nor certificate; the sidecar's own probe says the rest.
@@ -204,7 +225,7 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
 {{- define "pointsman.sidecar" -}}
 {{- $config := include "pointsman.config" . | fromJson -}}
 - name: pointsman
-  image: {{ include "pointsman.image" (dict "image" .Values.image "tag" .Chart.AppVersion) }}
+  image: {{ include "pointsman.image" (dict "image" .Values.image "tag" .Chart.AppVersion) | quote }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
   args: [serve, --config, /etc/pointsman/pointsman.toml]
   {{- $env := include "pointsman.env" . }}
@@ -243,11 +264,7 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
     timeoutSeconds: 5
     failureThreshold: 3
   {{- if not (or .Values.nativeSidecar (eq .Values.mode "extproc")) }}
-  # Both hooks begin at once; a drain that is on is waited for, or its last requests would go undecided.
-  lifecycle:
-    preStop:
-      exec:
-        command: [/bin/sh, -c, "sleep 2; while [ -e /run/pointsman/draining ]; do sleep 0.2; done"]
+  {{- include "pointsman.waitForDrain" . | nindent 2 }}
   {{- end }}
   resources:
     {{- toYaml .Values.sidecar.resources | nindent 4 }}
@@ -267,19 +284,30 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
     {{- end }}
 {{- end -}}
 
+{{/* All hooks of a pod begin at once: who serves Envoy's last requests ends behind them. */}}
+{{- define "pointsman.waitForDrain" -}}
+lifecycle:
+  preStop:
+    exec:
+      command: [/bin/sh, -c, "sleep 2; while [ -e /run/pointsman/draining ]; do sleep 0.2; done"]
+{{- end -}}
+
 {{/* The demo's scripted models, on the pod's loopback. */}}
 {{- define "pointsman.demo" -}}
 - name: demo-upstreams
-  image: {{ include "pointsman.image" (dict "image" .Values.image "tag" .Chart.AppVersion) }}
+  image: {{ include "pointsman.image" (dict "image" .Values.image "tag" .Chart.AppVersion) | quote }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
   command: [python3, -m, extproc.demo]
   args:
     {{- range $id, $upstream := (include "pointsman.config" . | fromJson).upstream }}
     - --listen={{ regexFind "127\\.0\\.0\\.1:[0-9]+" $upstream.base_url }}={{ $id }}
     {{- end }}
+  {{- include "pointsman.waitForDrain" . | nindent 2 }}
   resources:
     requests: {cpu: 50m, memory: 64Mi}
     limits: {cpu: 500m, memory: 128Mi}
   securityContext:
     {{- include "pointsman.securityContext" . | nindent 4 }}
+  volumeMounts:
+    - {name: pointsman-run, mountPath: /run/pointsman, readOnly: true}
 {{- end -}}

@@ -1,128 +1,39 @@
 """The chart's own pod, run by podman: real image, real Envoy, the manifests that Helm rendered.
 
-podman schedules no probes and calls no hooks, so the test calls them, as the manifest has them. It
-needs the image; `make image` builds it, and POINTSMAN_IMAGE names another.
+It needs the image; `make image` builds it, and POINTSMAN_IMAGE names another.
 """
 
 import asyncio
 import os
 import re
-import shutil
 import signal
-import subprocess
 import time
-import urllib.request
 
 import httpx
 import pytest
-import yaml
-from chart_tools import TOOLS, only
-from gateway import CHAT, HOST, ask, free_ports, scenario, until
+from gateway import CHAT, ask, free_ports, scenario, until
+from pods import ENVIRON, IMAGE, Pod, image_values, need_podman, podman, run_to_end
 
-IMAGE = os.environ.get("POINTSMAN_IMAGE", "localhost/pointsman:0.1.0")
-ENVOY_IMAGE = os.environ.get("POINTSMAN_ENVOY_IMAGE", "envoyproxy/envoy:v1.40.0")
-ENVIRON = {"CONTAINERS_CONF": str(TOOLS / "containers.conf"), **os.environ}
-"""What image.sh built with is what runs it."""
 POD = "gw-pointsman"
 CODE = "Write a Python function that reverses a linked list"
 SETTLE_S, LIMIT_S = 2, 20
 
 
-def podman(*arguments, check=True, stdin=None):
-    done = subprocess.run(
-        ["podman", *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=ENVIRON,
-    )
-    assert not check or done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.strip()
-
-
-def playable(manifests, ports):
-    """The Deployment as one Pod with its ports on loopback: what `podman kube play` 4.3 runs.
-
-    It would restart an init container that has ended well under `restartPolicy: Always`, and takes
-    no annotation of 64 characters.
-    """
-    deployment = only(manifests, "Deployment")
-    template = deployment["spec"]["template"]
-    spec = template["spec"] | {"restartPolicy": "OnFailure"}
-    for container in spec["containers"]:
-        for port in container.get("ports", []):
-            port |= {"hostIP": HOST, "hostPort": ports[port["name"]]}
-    metadata = {"name": POD, "labels": template["metadata"]["labels"]}
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
-    return yaml.safe_dump_all([only(manifests, "ConfigMap"), pod])
-
-
-class Pod:
-    def __init__(self, deployment, ports):
-        self.url = f"http://{HOST}:{ports['http']}"
-        self.health = f"http://{HOST}:{ports['health']}"
-        spec = deployment["spec"]["template"]["spec"]
-        self._containers = {each["name"]: each for each in spec["containers"]}
-
-    def pid(self, container):
-        return int(podman("inspect", "-f", "{{.State.Pid}}", f"{POD}-{container}"))
-
-    def hook(self, container):
-        """The container's preStop hook, as kubelet would call it."""
-        command = self._containers[container]["lifecycle"]["preStop"]["exec"]["command"]
-        return ["podman", "exec", f"{POD}-{container}", *command]
-
-    def fault(self, port, body):
-        """Set or clear a fault of a scripted model, which only the pod itself can reach."""
-        method = "DELETE" if body is None else "POST"
-        script = (
-            "import sys, urllib.request as u; u.urlopen(u.Request(sys.argv[1], method=sys.argv[2], "
-            "data=sys.argv[3].encode() or None, headers={'content-type': 'application/json'}))"
-        )
-        url = f"http://{HOST}:{port}/demo/fault"
-        podman("exec", f"{POD}-demo-upstreams", "python3", "-c", script, url, method, body or "")
-
-    def probe(self, container, name):
-        probe = self._containers[container][name]
-        base = self.url if probe["httpGet"]["port"] == "http" else self.health
-        try:
-            with urllib.request.urlopen(base + probe["httpGet"]["path"], timeout=3) as response:
-                return response.status == 200
-        except OSError:
-            return False
-
-
 @pytest.fixture(scope="module")
 def pod(helm4):
-    if shutil.which("podman") is None:
-        pytest.skip("podman is missing: apt-get install podman buildah runc (see .ci/run)")
-    for image in (IMAGE, ENVOY_IMAGE):
-        if subprocess.run(
-            ["podman", "image", "exists", image], check=False, env=ENVIRON
-        ).returncode:
-            pytest.skip(f"the image {image} is missing: run `make image`")
-    repository, _, tag = IMAGE.rpartition(":")
-    envoy_repository, _, envoy_tag = ENVOY_IMAGE.rpartition(":")
-    values = {
-        "image": {"repository": repository, "tag": tag},
-        "envoy": {"image": {"repository": envoy_repository, "tag": envoy_tag}},
-        "drain": {"settleSeconds": SETTLE_S, "limitSeconds": LIMIT_S},
-    }
+    need_podman()
+    drain = {"drain": {"settleSeconds": SETTLE_S, "limitSeconds": LIMIT_S}}
+    # podman has no Service: the tests' pods find the gateway's own port under its name.
+    values = image_values() | drain | {"service": {"port": 8080}}
     manifests = helm4.manifests(values=values)
     ports = dict(zip(("http", "health"), free_ports(2), strict=True))
-    podman("pod", "rm", "--force", "--ignore", POD)
-    text = playable(manifests, ports)
+    pod = Pod(manifests, ports, name=POD)
+    pod.manifests = manifests
     try:
-        podman("kube", "play", "-", stdin=text)
-        pod = Pod(only(manifests, "Deployment"), ports)
-        deadline = time.monotonic() + 60
-        while not (pod.probe("pointsman", "startupProbe") and pod.probe("envoy", "readinessProbe")):
-            assert time.monotonic() < deadline, podman("pod", "logs", POD, check=False)
-            time.sleep(0.2)
+        pod.start()
         yield pod
     finally:
-        podman("pod", "rm", "--force", "--ignore", POD)
+        pod.remove()
 
 
 @scenario
@@ -151,6 +62,34 @@ def test_image_is_under_its_limit_and_decides_under_overload(pod):
     assert int(podman("exec", f"{POD}-pointsman", "python3", "-c", look)) > 10
 
 
+def helm_test(pod, name):
+    """One of the Pods that `helm test` makes: its exit code, and what it printed."""
+    (manifest,) = (
+        each for each in pod.manifests if each["metadata"]["name"] == name and each["kind"] == "Pod"
+    )
+    return run_to_end(manifest, pod.manifests, hosts={"gw-pointsman": pod.address})
+
+
+def test_helm_test_sends_a_request_through_the_service(pod):
+    code, said = helm_test(pod, "gw-pointsman-test")
+    assert code == 0, said
+    assert "x-pointsman-attempts: general:200" in said
+    # Where no model answers, the rule does, with 200: no success.
+    for port in (18081, 18082, 18083):
+        pod.fault(port, '{"kind":"5xx"}')
+    code, said = helm_test(pod, "gw-pointsman-test")
+    for port in (18081, 18082, 18083):
+        pod.fault(port, None)
+    assert code == 1
+    assert "no model answered, so the rule did" in said
+
+
+def test_helm_test_runs_the_drill(pod):
+    code, said = helm_test(pod, "gw-pointsman-test-drill")
+    assert code == 0, said
+    assert said.count("all 12 expectations held") == 2, said
+
+
 def test_runs_as_nobody_on_a_read_only_root_with_metrics_and_admin_out_of_reach(pod):
     for container in ("pointsman", "envoy"):
         status = (f"/proc/{pod.pid(container)}/status",)
@@ -159,24 +98,12 @@ def test_runs_as_nobody_on_a_read_only_root_with_metrics_and_admin_out_of_reach(
         assert re.search(r"^Uid:\s+65532\s+65532\s+65532\s+65532$", text, re.MULTILINE)
         assert re.search(r"^CapEff:\s+0+$", text, re.MULTILINE)
         assert re.search(r"^NoNewPrivs:\s+1$", text, re.MULTILINE)
-        denied = subprocess.run(
-            ["podman", "exec", f"{POD}-{container}", "/bin/sh", "-c", ": > /tmp/x"],
-            capture_output=True,
-            check=False,
-            env=ENVIRON,
-        )
-        assert denied.returncode != 0
+        assert pod.execute(container, "/bin/sh", "-c", ": > /tmp/x").returncode != 0
     inside = 'python3 -c "import socket; print(socket.gethostbyname(socket.gethostname()))"'
-    address = podman("exec", f"{POD}-pointsman", "/bin/sh", "-c", inside)
+    address = pod.execute("pointsman", "/bin/sh", "-c", inside).stdout.strip()
     for port in (9901, 9464):
         script = f"import socket; socket.create_connection(('{address}', {port}), 2)"
-        refused = subprocess.run(
-            ["podman", "exec", f"{POD}-demo-upstreams", "python3", "-c", script],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=ENVIRON,
-        )
+        refused = pod.execute("demo-upstreams", "python3", "-c", script)
         assert "ConnectionRefusedError" in refused.stderr
 
 
@@ -219,10 +146,18 @@ async def test_a_killed_sidecar_loses_no_request_and_comes_back(pod):
 async def test_drains_what_is_in_flight_and_refuses_the_rest(pod):
     """Last, because the pod serves no more after it."""
     pod.fault(18081, '{"kind":"hang"}')
-    async with httpx.AsyncClient(base_url=pod.url, timeout=30) as client:
+    async with (
+        httpx.AsyncClient(base_url=pod.url, timeout=30) as client,
+        httpx.AsyncClient(
+            base_url=pod.url, timeout=30, limits=httpx.Limits(keepalive_expiry=None)
+        ) as silent,
+    ):
+        assert (await silent.get("/v1/models")).headers.get("connection") != "close"
         # Waits 2 s for its first model: by then the listener is closed, and the next model is tried.
-        envoy = await asyncio.create_subprocess_exec(*pod.hook("envoy"), env=ENVIRON)
-        sidecar = await asyncio.create_subprocess_exec(*pod.hook("pointsman"), env=ENVIRON)
+        envoy = await asyncio.create_subprocess_exec("podman", *pod.hook("envoy"), env=ENVIRON)
+        sidecar = await asyncio.create_subprocess_exec(
+            "podman", *pod.hook("pointsman"), env=ENVIRON
+        )
         await asyncio.sleep(SETTLE_S / 2)
         began = time.monotonic()
         in_flight = asyncio.create_task(client.post(CHAT, json=ask(CODE)))
@@ -242,6 +177,12 @@ async def test_drains_what_is_in_flight_and_refuses_the_rest(pod):
         await until(refused, within_s=10, every_s=0.1)
         assert not in_flight.done()
         answer = await in_flight
+        # Nothing is in flight, but a client that nobody has told to leave may send at any time.
+        await asyncio.sleep(SETTLE_S / 2)
+        assert envoy.returncode is None
+        late = await silent.get("/v1/models")
+        assert late.status_code == 200
+        assert late.headers["connection"] == "close"
     assert answer.status_code == 200
     assert answer.headers["x-pointsman-attempts"] == "coder:timeout,general:200"
     assert time.monotonic() - began > 1.5
@@ -249,8 +190,5 @@ async def test_drains_what_is_in_flight_and_refuses_the_rest(pod):
         assert await envoy.wait() == 0
         assert await sidecar.wait() == 0
     podman("pod", "stop", "--time", "20", POD)
-    codes = {
-        name: podman("inspect", "-f", "{{.State.ExitCode}}", f"{POD}-{name}")
-        for name in ("envoy", "pointsman")
-    }
-    assert codes == {"envoy": "0", "pointsman": "0"}
+    codes = {name: pod.exit_code(name) for name in ("envoy", "pointsman")}
+    assert codes == {"envoy": 0, "pointsman": 0}

@@ -1,18 +1,23 @@
 """The chart as Helm renders it: it passes every checker, says what the values say, and refuses the rest."""
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
-from chart_tools import CHART, only, tool, values_of
+from chart_tools import CHART, TOOLS, only, tool, values_of
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from kubernetes_rules import check
 
 from extproc.config import parse
+from extproc.drill.plan import DrillFault
 
 OTHERS = ("extproc-envoy-gateway", "extproc-istio")
 VALUES = {"default": {}} | {name: values_of(name) for name in ("minimal", "full", *OTHERS)}
@@ -28,7 +33,134 @@ def test_lints(helm, values):
 @pytest.mark.parametrize("kubernetes", ["1.27", "1.37"])
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
 def test_is_valid_for_kubernetes(helm, validate, values, kubernetes):
-    validate(helm.template("--kube-version", kubernetes, values=values), kubernetes)
+    text = helm.template("--kube-version", kubernetes, values=values)
+    validate(text, kubernetes)
+    check(text)
+
+
+def test_custom_resources_are_of_the_operators_types(helm):
+    """Unknown fields too: the operator's own CRDs would drop them without a word."""
+    tool("kubernetes-validate")
+    done = subprocess.run(
+        [TOOLS / "venv" / "bin" / "python", Path(__file__).with_name("operator_types.py")],
+        input=helm.template(values=VALUES["full"]),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert {"PodMonitor", "PrometheusRule"} <= set(done.stdout.split())
+
+
+def test_http_route_is_of_the_gateway_apis_type(helm4, check_types):
+    manifests = helm4.manifests(values=VALUES["full"])
+    check_types(manifests, {"gateway.networking.k8s.io": "@kubernetes-models/gateway-api"})
+
+
+ALWAYS = {"ConfigMap", "Deployment", "Pod", "PodDisruptionBudget", "Service", "ServiceAccount"}
+OPTIONAL = {
+    "HTTPRoute",
+    "HorizontalPodAutoscaler",
+    "Ingress",
+    "NetworkPolicy",
+    "PodMonitor",
+    "PrometheusRule",
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "kinds"),
+    [
+        (VALUES["default"], ALWAYS),
+        (VALUES["minimal"], ALWAYS),
+        (VALUES["full"], ALWAYS | OPTIONAL),
+        (VALUES["full"] | {"mode": "sidecar"}, {"ConfigMap", "PrometheusRule"}),
+    ],
+)
+def test_what_is_installed(helm, values, kinds):
+    assert {each["kind"] for each in helm.manifests(values=values)} == kinds
+
+
+def test_what_is_optional_says_what_the_values_say(helm):
+    values, manifests = VALUES["full"], helm.manifests(values=VALUES["full"])
+    scaler = only(manifests, "HorizontalPodAutoscaler")["spec"]
+    (cpu, depth) = scaler["metrics"]
+    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (3, 30)
+    assert cpu["resource"]["target"] == {"type": "Utilization", "averageUtilization": 60}
+    assert depth["pods"]["metric"] == {"name": "pointsman_queue_depth"}
+    assert depth["pods"]["target"] == {"type": "AverageValue", "averageValue": "20"}
+    assert only(manifests, "PodDisruptionBudget")["spec"]["maxUnavailable"] == 2
+    deployment = only(manifests, "Deployment")["spec"]
+    assert "replicas" not in deployment
+    pod = deployment["template"]["spec"]
+    (spread,) = pod["topologySpreadConstraints"]
+    assert spread["topologyKey"] == "topology.kubernetes.io/zone"
+    assert spread["labelSelector"] == deployment["selector"]
+    policy = only(manifests, "NetworkPolicy")["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert policy["egress"] == values["networkPolicy"]["egress"]
+    requests, health, metrics = policy["ingress"]
+    (test,) = (each for each in manifests if each["metadata"]["name"] == "llm-gateway-test")
+    admitted, tests = requests["from"]
+    assert admitted == values["networkPolicy"]["from"][0]
+    assert tests["podSelector"]["matchLabels"].items() <= test["metadata"]["labels"].items()
+    assert "from" not in health  # kubelets ask from their nodes
+    assert metrics["from"] == values["networkPolicy"]["metricsFrom"]
+    account = only(manifests, "ServiceAccount")
+    assert account["automountServiceAccountToken"] is False
+    assert pod["serviceAccountName"] == account["metadata"]["name"] == "gateway"
+    ingress = only(manifests, "Ingress")["spec"]
+    assert [rule["host"] for rule in ingress["rules"]] == ["llm.example"]
+    route = only(manifests, "HTTPRoute")["spec"]
+    assert route["parentRefs"] == values["httpRoute"]["parentRefs"]
+    (rule,) = route["rules"]
+    assert rule["backendRefs"] == [{"name": "llm-gateway", "port": 8080}]
+    assert rule["timeouts"] == {"request": "0s"}
+
+
+def test_queue_depth_scales_only_where_it_is_asked_for(helm):
+    scaler = only(
+        helm.manifests(values={"autoscaling": {"enabled": True}}), "HorizontalPodAutoscaler"
+    )["spec"]
+    assert [each["type"] for each in scaler["metrics"]] == ["Resource"]
+
+
+ADMITTED = {
+    "CKV_K8S_21": "a release names its namespace, its manifests need not",
+    "CKV_K8S_43": "digests are values; a version's default is a tag",
+    "CKV_K8S_15": "tags are versions, and pullPolicy is a value",
+    "CKV_K8S_35": "keys may come as environment variables: Envoy reads them from there",
+    "CKV2_K8S_6": "a NetworkPolicy is a value, and those of tests are the namespace's own",
+}
+ADMITTED_OF_TESTS = {
+    "CKV_K8S_8": "a pod that ends is not probed",
+    "CKV_K8S_9": "a pod that ends is not probed",
+}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", ["minimal", "full"])
+def test_passes_checkov(helm4, tmp_path, name):
+    binary = tool("checkov")
+    (tmp_path / "chart.yaml").write_text(helm4.template(values=VALUES[name]), encoding="utf-8")
+    options = ["--framework", "kubernetes", "--skip-download", "--quiet", "-o", "json"]
+    done = subprocess.run(
+        [binary, "-f", "chart.yaml", *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | {"LOG_LEVEL": "ERROR"},
+    )
+    report = json.loads(done.stdout)
+    assert report["summary"]["passed"] > 50
+    assert report["summary"]["parsing_errors"] == 0
+    assert [
+        f"{each['check_id']} {each['check_name']}: {each['resource']}"
+        for each in report["results"]["failed_checks"]
+        if each["check_id"] not in ADMITTED
+        and not (each["check_id"] in ADMITTED_OF_TESTS and "-test" in each["resource"])
+    ] == []
 
 
 def test_native_sidecar_is_valid_where_it_exists_and_refused_where_not(helm, validate):
@@ -81,6 +213,7 @@ def test_another_charts_pod_carries_both_containers(helm, validate, tmp_path):
     assert done.returncode == 0, done.stderr
     text = helm.template(chart=example)
     validate(text, "1.37")
+    check(text)
     manifests = [each for each in yaml.safe_load_all(text) if each]
     assert {each["kind"] for each in manifests} == {"ConfigMap", "Deployment", "Service"}
     pod = only(manifests, "Deployment")["spec"]["template"]["spec"]
@@ -90,7 +223,12 @@ def test_another_charts_pod_carries_both_containers(helm, validate, tmp_path):
     parse(config, file="pointsman.toml", environ={"ELSEWHERE_API_KEY": "k"})
     native = ["--set", "pointsman.nativeSidecar=true", "--kube-version", "1.29"]
     pod = only(helm.manifests(*native, chart=example), "Deployment")["spec"]["template"]["spec"]
-    assert [each["name"] for each in pod["containers"]] == ["vllm", "envoy"]
+    # Both serve before vLLM is started, and until it has ended.
+    assert [each["name"] for each in pod["containers"]] == ["vllm"]
+    natives = [each for each in pod["initContainers"] if each.get("restartPolicy") == "Always"]
+    assert [each["name"] for each in natives] == ["pointsman", "envoy"]
+    assert all("startupProbe" in each for each in natives)
+    assert "lifecycle" not in natives[0]
 
 
 def config_of(manifests):
@@ -113,6 +251,20 @@ def test_demo_is_what_pointsman_up_demo_serves(helm):
     assert str(config.server.listen) == "0.0.0.0:8080"
     assert str(config.health) == "0.0.0.0:9465"
     assert config.admin.host == config.metrics.host == "127.0.0.1"
+
+
+def test_words_that_yaml_takes_for_something_else_stay_words(helm, validate):
+    values = {
+        "envoy": {"logLevel": "off", "image": {"repository": "12", "tag": "30"}},
+        "apiKeys": {"NO": {"secret": "null", "key": "1"}},
+    }
+    text = helm.template(values=values)
+    validate(text, "1.37")
+    pod = only(check(text), "Deployment")["spec"]["template"]["spec"]
+    (envoy,) = (each for each in pod["containers"] if each["name"] == "envoy")
+    assert "off" in envoy["args"]
+    assert envoy["image"] == "12:30"
+    assert envoy["env"][0]["name"] == "NO"
 
 
 def test_keys_are_referenced_and_in_no_config_map(helm):
@@ -183,7 +335,11 @@ def test_a_kubelet_without_key_and_certificate_can_probe(helm, values, probe):
 
 def test_helm_test_speaks_as_clients_do(helm):
     def arguments(**values):
-        (pod,) = (each for each in helm.manifests(values=values) if each["kind"] == "Pod")
+        (pod,) = (
+            each
+            for each in helm.manifests(values=values)
+            if each["kind"] == "Pod" and each["metadata"]["name"] == "gw-pointsman-test"
+        )
         return pod["spec"]["containers"][0]["args"]
 
     assert arguments() == ["http://gw-pointsman:80", "auto"]
@@ -222,6 +378,10 @@ def test_a_changed_config_rolls_the_pods_and_another_value_does_not(helm):
         ({"replicsa": 3}, "replicsa"),
         ({"httpRoute": {"enabled": True}}, "parentRefs"),
         ({"envoy": {"image": {"tag": ""}}}, "envoy"),
+        ({"config": {"upstream": {"x": UPSTREAM}, "server": {"listen": ":65536"}}}, "listen"),
+        ({"ingress": {"hosts": ["10.0.0.1"]}}, "hosts"),
+        ({"sidecar": {"resources": {"limits": {"cpus": 1}}}}, "cpus"),
+        ({"fullnameOverride": "1st"}, "fullnameOverride"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -267,10 +427,69 @@ def test_schema_refuses(helm, values, said):
             },
             "which Prometheus cannot reach",
         ),
+        (
+            {"envoy": {"resources": {"requests": {"memory": "1025Mi"}}}},
+            "envoy.resources.requests.memory is 1025Mi, more than its limit of 1Gi",
+        ),
+        (
+            {"sidecar": {"resources": {"limits": {"nvidia.com/gpu": "0.5"}}}},
+            "sidecar.resources.limits.nvidia.com/gpu is 0.5: of a device there are whole ones only",
+        ),
     ],
 )
 def test_what_the_schema_cannot_say_is_refused_with_its_mend(helm, values, said):
     assert said in helm.refusal(values)
+
+
+@pytest.mark.parametrize(
+    ("release", "name"),
+    [("gw", "gw-pointsman"), ("pointsman", "pointsman"), ("a.b", "a-b-pointsman")],
+)
+def test_any_release_name_gives_names_that_kubernetes_takes(helm, release, name):
+    manifests = check(helm.run("template", release, str(CHART)).stdout)
+    assert only(manifests, "Service")["metadata"]["name"] == name
+
+
+def test_a_name_that_no_service_may_have_is_refused(helm):
+    done = helm.run("template", "1st", str(CHART))
+    assert "begins with a digit, which a Service's may not: set fullnameOverride" in done.stderr
+    assert helm.run("template", "1st", str(CHART), values={"fullnameOverride": "first"}).stdout
+
+
+def test_own_annotations_of_pods_stand_beside_the_checksums(helm):
+    values = {"podAnnotations": {"checksum/config": "mine", "a": "b"}}
+    deployment = only(helm.manifests(values=values), "Deployment")
+    annotations = deployment["spec"]["template"]["metadata"]["annotations"]
+    assert len(annotations["checksum/config"]) == 64
+    assert annotations["a"] == "b"
+    reloader = {"reloader.stakater.com/auto": "true"}
+    deployment = only(helm.manifests(values={"deploymentAnnotations": reloader}), "Deployment")
+    assert deployment["metadata"]["annotations"] == reloader
+
+
+def test_helm_test_drills_unless_told_not_to(helm):
+    def names(**values):
+        return {each["metadata"]["name"] for each in helm.manifests(values=values)}
+
+    assert "gw-pointsman-test-drill" in names()
+    assert "gw-pointsman-test-drill" not in names(test={"drill": []})
+    faults = SCHEMA["properties"]["test"]["properties"]["drill"]["items"]["enum"]
+    assert faults == list(DrillFault)
+
+
+def test_notes_say_what_to_do_next(helm4):
+    """Only an installation shows them; a dry run is one, and Helm 3 asks a cluster even for that."""
+    notes = {
+        name: helm4.run("install", "gw", str(CHART), "--dry-run=client", values=values).stdout
+        for name, values in VALUES.items()
+        if values.get("mode") != "extproc"
+    }
+    for each in notes.values():
+        assert "helm -n default test gw" in each
+        assert "kubectl -n default port-forward" in each
+    assert "This is the DEMO" in notes["default"]
+    assert "This is the DEMO" not in notes["minimal"]
+    assert "podMonitor.enabled" in notes["minimal"]
 
 
 def test_generated_files_are_current():
@@ -294,8 +513,20 @@ def test_dockerfile_passes_hadolint():
 # --- what the schema admits ------------------------------------------------------------------------
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
-_PASSED_THROUGH = {"affinity", "podSecurityContext", "global"}
-"""Kubernetes' own objects, which the schema leaves to Kubernetes."""
+PASSED_THROUGH = {
+    "affinity": {"nodeAffinity": {}},
+    "podSecurityContext": {"fsGroup": 65532},
+    "global": {"any": "thing"},
+    "extraEnv": {"name": "TZ", "value": "UTC"},
+    "extraVolumes": {"name": "extra", "emptyDir": {}},
+    "extraVolumeMounts": {"name": "extra", "mountPath": "/extra"},
+    "parentRefs": {"name": "gateway", "namespace": "gateways"},
+    "from": {"podSelector": {"matchLabels": {"app": "client"}}},
+    "metricsFrom": {"namespaceSelector": {}},
+    "egress": {"ports": [{"port": 443, "protocol": "TCP"}]},
+    "tolerations": {"key": "dedicated", "operator": "Exists"},
+}
+"""Kubernetes' own objects, which the schema leaves to Kubernetes: a good one of each."""
 
 
 def resolved(schema):
@@ -329,27 +560,33 @@ def admitted(schema):
                     st.characters(exclude_categories=["Cs", "Cc", "Cn"])
                 )  # YAML has no others
             text = matching(schema["pattern"])
+            if refused := schema.get("not", {}).get("pattern"):
+                text = text.filter(lambda value: not re.search(refused, value))
             return text.filter(lambda value: len(value) <= schema.get("maxLength", 999))
         case "array":
             items = resolved(schema["items"])
-            if items == {"type": "object"}:
-                return st.just([])
             low = schema.get("minItems", 0)
             return st.lists(admitted(items), min_size=low, max_size=3, unique_by=repr)
         case "object":
             return _objects(schema)
 
 
+def passed_through(key, schema):
+    one = PASSED_THROUGH[key]
+    return st.sampled_from([one, {}] if resolved(schema)["type"] == "object" else [[one], []])
+
+
 def _objects(schema):
     if "properties" not in schema:
         if "propertyNames" not in schema:
             return st.just({})
-        names = matching(schema["propertyNames"]["pattern"])
+        keys = resolved(schema["propertyNames"])
+        names = matching(keys["pattern"]).filter(lambda key: len(key) <= keys.get("maxLength", 999))
         return st.dictionaries(names, admitted(schema["additionalProperties"]), max_size=3)
     properties = {
-        key: admitted(each)
+        key: passed_through(key, each) if key in PASSED_THROUGH else admitted(each)
         for key, each in schema["properties"].items()
-        if key not in _PASSED_THROUGH and key != "config"
+        if key != "config"
     }
     required = {key: properties.pop(key) for key in schema.get("required", [])}
     return st.fixed_dictionaries(required, optional=properties)
@@ -372,7 +609,7 @@ def config_values():
 
 # Helm runs for each example: few of them, the same each time, and none to find a smaller one.
 SLOW = settings(
-    max_examples=30,
+    max_examples=int(os.environ.get("CHART_EXAMPLES", "60")),
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],
@@ -384,8 +621,13 @@ OURS = (
     "no Service reaches",
     "no kubelet",
     "Prometheus cannot",
+    "more than its limit",
+    "whole ones only",
+    "begins with a digit",
     "needs Kubernetes",
-    "extproc needs a config",
+    "mode extproc",
+    "extproc.",
+    "a ServiceEntry needs a name",
 )
 
 
@@ -406,12 +648,31 @@ def test_any_config_that_the_schema_admits_reaches_the_loader_unchanged(helm4, c
 
 @pytest.mark.timeout(300)
 @SLOW
-@given(values=_objects(SCHEMA))
-def test_any_values_that_the_schema_admits_are_valid_for_kubernetes(helm4, validate, values):
+@given(
+    values=_objects(SCHEMA),
+    config=st.one_of(st.just({}), config_values()),
+    release=st.from_regex(r"\A[a-z]([-a-z0-9]{0,20}[a-z0-9])?(\.[a-z0-9]{1,9})?\Z"),
+    version=st.sampled_from(["1.27", "1.29", "1.37"]),
+)
+def test_any_values_that_the_schema_admits_are_valid_for_kubernetes(
+    helm4, validate, values, config, release, version
+):
+    mounts = [values.get(part, {}).get("extraVolumeMounts") for part in ("sidecar", "envoy")]
+    if any(mounts):
+        values["extraVolumes"] = [PASSED_THROUGH["extraVolumes"]]
     if values.get("httpRoute", {}).get("enabled"):
-        values["httpRoute"]["parentRefs"] = [{"name": "gateway"}]
-    done = helm4.run("template", "gw", str(CHART), values=values)
+        values["httpRoute"]["parentRefs"] = [PASSED_THROUGH["parentRefs"]]
+    for upstream in config.get("upstream", {}).values():
+        if name := upstream.get("api_key_env"):
+            values.setdefault("apiKeys", {}).setdefault(name, {"secret": "s", "key": "k"})
+    if values.get("mode") == "extproc":  # most of it would only be refused
+        for name in ("tls", "auth", "apiKeyFiles"):
+            values.pop(name, None)
+    values["config"] = config
+    options = ("--kube-version", version)
+    done = helm4.run("template", release, str(CHART), *options, values=values)
     if done.returncode:
         assert any(each in done.stderr for each in OURS), done.stderr
         return
-    validate(done.stdout, "1.37")
+    validate(done.stdout, version)
+    check(done.stdout)

