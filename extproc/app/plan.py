@@ -33,6 +33,7 @@ def compile_plan(config: Config, vectors: Mapping[str, Vectors] | None) -> Plan:
         unknown_model_takes_default=config.router.unknown_model is UnknownModel.DEFAULT,
         route_chains={route.name: chains[route_chain(route.name)] for route in config.routes},
         upstream_chains={each: chains[upstream_chain(each)] for each in config.upstreams},
+        max_body_bytes=config.server.max_body_bytes,
     )
 
 

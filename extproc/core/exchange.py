@@ -34,6 +34,7 @@ from extproc.core.errors import (
     INVALID_PROMPT,
     METHOD_NOT_ALLOWED,
     MODEL_NOT_FOUND,
+    REQUEST_TOO_LARGE,
     TOO_DEEP,
     UNSUPPORTED_ENCODING,
     UNSUPPORTED_MEDIA_TYPE,
@@ -79,6 +80,8 @@ class Plan:
     unknown_model_takes_default: bool
     route_chains: Mapping[str, ChainPlan]
     upstream_chains: Mapping[str, ChainPlan]
+    max_body_bytes: int = 10 * 1024 * 1024
+    """Envoy holds bodies to it, but for what was on its way when it said stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +285,8 @@ class Exchange:
 
     def _on_body(self, head: RequestHeaders, raw: bytes) -> Action:
         path = _bare(head.path)
+        if len(raw) > self._plan.max_body_bytes:
+            return _refuse(REQUEST_TOO_LARGE)
         if not _is_json(head.content_type) or head.content_encoding not in ("", "identity"):
             return self._pass_through(RouteReason.DEFAULT)
         if not raw and not _wants_object(path):

@@ -16,6 +16,7 @@ from envoy_data_plane.envoy.config.common.mutation_rules.v3 import (
 from envoy_data_plane.envoy.config.core.v3 import (
     GrpcService,
     GrpcServiceEnvoyGrpc,
+    Http2ProtocolOptions,
     RuntimeFeatureFlag,
     TrafficDirection,
     TypedExtensionConfig,
@@ -77,6 +78,9 @@ from extproc.core.errors import (
 from extproc.core.exchange import Respond
 from extproc.envoyconf import access_log, chain, files, lua, parts, tracing
 
+STREAM_WINDOW_BYTES: Final = 256 * 1024
+CONNECTION_WINDOW_BYTES: Final = 4 * STREAM_WINDOW_BYTES
+"""Of a client's HTTP/2: 25 Mbit/s for an upload at 80 ms round trip, 100 for all of a connection."""
 SLACK_S: Final = 0.6
 """How much later than the router's deadline Envoy gives up on the sidecar: it answers first.
 
@@ -111,6 +115,11 @@ def listener(config: Config) -> Listener:
         server_name="pointsman",
         normalize_path=True,
         merge_slashes=True,
+        # Envoy buffers what the window lets in: with its default, 16 MiB of a body passed any limit.
+        http2_protocol_options=Http2ProtocolOptions(
+            initial_stream_window_size=STREAM_WINDOW_BYTES,
+            initial_connection_window_size=CONNECTION_WINDOW_BYTES,
+        ),
         request_timeout=parts.seconds(config.server.read_timeout_s),
         request_headers_timeout=parts.seconds(config.server.read_timeout_s),
         stream_idle_timeout=timedelta(),  # the routes' idle_timeout decides

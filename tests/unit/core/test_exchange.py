@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -105,6 +106,15 @@ def refusal(action: Action) -> errors.ErrorKind:
 @pytest.mark.parametrize("more", [{"model": "auto"}, {"model": None}, {}])
 def test_auto_null_and_missing_model_ask_for_an_embedding(more: dict[str, Any]) -> None:
     assert ask(say("hello there", **more)) == NeedEmbedding("hello there")
+
+
+def test_body_over_the_limit_is_refused_before_it_is_read() -> None:
+    plan = replace(PLAN, max_body_bytes=100)
+    talk = Exchange(plan)
+    talk.receive(head())
+    action = talk.receive(RequestBody(b"{" + b" " * 100))
+    assert isinstance(action, Respond)
+    assert (action.status, action.code) == (413, "request_too_large")
 
 
 def test_keyword_decides_without_an_embedding() -> None:
