@@ -17,10 +17,24 @@ from envoy_data_plane.envoy.extensions.bootstrap.internal_listener.v3 import Int
 from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections.v3 import (
     DownstreamConnectionsConfig,
 )
+from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 
 from extproc.config import Config
 from extproc.envoyconf import chain, ingress, parts, rule, stats, tier, tracing
 
+_ADMIN_PATHS: Final = (
+    "/certs",
+    "/clusters",
+    "/config_dump",
+    "/drain_listeners",
+    "/listeners",
+    "/memory",
+    "/ready",
+    "/server_info",
+    "/stats",
+)
+"""Of the admin interface: to look, and to drain. Any web page can have a browser on the machine post
+to it, and stop Envoy with /quitquitquit, or have it fail its health check."""
 MAX_CONNECTIONS: Final = 50_000
 """Client connections at once; Envoy warns at start when nothing bounds them."""
 
@@ -41,7 +55,10 @@ def bootstrap(config: Config) -> Bootstrap:
     clusters += stats.clusters(config)
     return Bootstrap(
         node=Node(id="pointsman", cluster="pointsman"),
-        admin=Admin(address=parts.socket_address(config.admin.host, config.admin.port)),
+        admin=Admin(
+            address=parts.socket_address(config.admin.host, config.admin.port),
+            allow_paths=[StringMatcher(prefix=path) for path in _ADMIN_PATHS],
+        ),
         bootstrap_extensions=[
             TypedExtensionConfig(
                 name="envoy.bootstrap.internal_listener",

@@ -1,13 +1,14 @@
 """The way of a request through the real Envoy and a real sidecar: decided, rewritten, answered."""
 
 import asyncio
+import contextlib
 import gzip
 import json
 from pathlib import Path
 
 import httpx
 import pytest
-from gateway import CHAT, ask, gateway, scenario
+from gateway import CHAT, HOST, ask, gateway, scenario
 
 pytestmark = pytest.mark.envoy
 
@@ -356,3 +357,34 @@ async def test_broken_http_is_told_in_openai_shape_too(sent):
         assert head.startswith(b"HTTP/1.1 400")
         assert json.loads(body)["error"]["code"] == "bad_request"
         assert b"x-pointsman-reason: local" in head
+
+
+@scenario
+async def test_body_over_the_limit_is_refused_over_http2_too() -> None:
+    """Envoy buffers as much as the stream's window lets in, whatever the limit; by default 16 MiB."""
+    limit = 'max_body = "64KiB"\n'
+    sizes = (70_000, 300_000, 1_300_000, 12_000_000)
+    async with gateway(server_keys=limit) as running:
+        url = f"http://{HOST}:{running.listen}"
+        for size in sizes:
+            async with httpx.AsyncClient(base_url=url, http1=False, http2=True) as client:
+                # The refusal comes before the body is sent, and a client may see the stream's end first.
+                with contextlib.suppress(httpx.TransportError):
+                    answer = await client.post(CHAT, json=ask("x" * size), timeout=30)
+                    assert answer.status_code == 413
+        await running.settled("pointsman_requests_total", len(sizes), outcome="rejected")
+        assert not running.upstreams["primary"].seen
+        async with httpx.AsyncClient(base_url=url, http1=False, http2=True) as client:
+            assert (await client.post(CHAT, json=ask("x" * 60_000))).status_code == 200
+
+
+@scenario
+async def test_admin_interface_shows_and_drains_but_cannot_be_told_to_quit() -> None:
+    """Any web page can have a browser on the machine post there."""
+    async with gateway() as running:
+        admin = f"http://{HOST}:{running.admin}"
+        for path in ("/quitquitquit", "/healthcheck/fail", "/logging?level=trace", "/"):
+            assert (await running.client.post(admin + path)).status_code == 403
+        for path in ("/stats?filter=uptime", "/clusters", "/ready", "/stats/prometheus"):
+            assert (await running.client.get(admin + path)).status_code == 200
+        assert (await running.chat()).status_code == 200
