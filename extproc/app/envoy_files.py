@@ -32,6 +32,7 @@ def install(config: Config) -> Path:
     Raise Unfit or OSError, though not for files that `load` has just found fit.
     """
     folder = Path(config.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
     auth = config.server.auth
     keys: tuple[ClientKey, ...] = () if auth is None else client_keys(auth.keys_file)
     for name, text in files(config, keys).items():

@@ -6,11 +6,12 @@ it cannot be read. Certificates are OpenSSL's to judge, and Envoy's own library 
 
 from __future__ import annotations
 
+import os
 import re
 import ssl
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import gmtime, strftime
 from typing import Final, NamedTuple
 
@@ -19,7 +20,8 @@ from extproc.config.values import Unfit
 MIN_KEY_CHARS: Final = 16
 EXPIRY_WARNING_S: Final = 14 * 86_400.0
 
-_MAX_KEYS_BYTES: Final = 1024 * 1024
+_MAX_BYTES: Final = 1024 * 1024
+"""A bundle with every public CA has a quarter of it."""
 _CLIENT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY: Final = re.compile(r"[!-~]+")
 _X509_V_FLAG_NO_CHECK_TIME: Final = 0x200000
@@ -42,17 +44,24 @@ class ClientKey:
     key: str = field(repr=False)
 
 
+def content(path: str) -> bytes:
+    """Of a regular file of a sane size. Raise Unfit or OSError, and never wait for a writer."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise Unfit(f"{path} is no regular file", "name a file")
+        data = file.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise Unfit(f"the file is over {_MAX_BYTES} bytes", "keep in it what belongs there")
+    return data
+
+
 def client_keys(path: str) -> tuple[ClientKey, ...]:
     """The keys of a file: on each line a client's id and one key of it; `#` opens a comment.
 
     A client may have several keys, so that one can replace another without a gap. Raise Unfit, whose
     words name the line and never the key, or OSError.
     """
-    data = Path(path).read_bytes()
-    if len(data) > _MAX_KEYS_BYTES:
-        raise Unfit(
-            f"the file is over {_MAX_KEYS_BYTES} bytes", "keep keys in it, and nothing else"
-        )
+    data = content(path)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -62,6 +71,8 @@ def client_keys(path: str) -> tuple[ClientKey, ...]:
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
+        if len(words) > 2 and words[2].startswith("#"):
+            words = words[:2]
         form = "write the client's id, a space, and the key"
         if len(words) != 2:
             raise Unfit(f"line {number} of the file has {_count(words)}", form)
@@ -95,7 +106,7 @@ def holds_client_keys(path: str) -> None:
 def holds_a_key(path: str) -> None:
     """Of an upstream: one key, which becomes a header; white space around it does not count."""
     try:
-        key = Path(path).read_bytes().decode("ascii").strip()
+        key = content(path).decode("ascii").strip()
     except UnicodeDecodeError:
         key = "\N{BULLET}"
     if not key:
@@ -106,7 +117,7 @@ def holds_a_key(path: str) -> None:
 
 
 def readable(path: str) -> None:
-    Path(path).read_bytes()
+    content(path)
 
 
 def certificates(path: str) -> None:
@@ -168,7 +179,7 @@ def _date(at_s: float) -> str:
 
 def _trusting(path: str) -> ssl.SSLContext:
     """A client that trusts what is in the file, of whatever date."""
-    text = Path(path).read_bytes().decode("ascii", "replace")
+    text = content(path).decode("ascii", "replace")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | _X509_V_FLAG_NO_CHECK_TIME

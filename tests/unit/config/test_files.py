@@ -1,5 +1,6 @@
 """What certificates and key files must be, and that no fault repeats a key."""
 
+import os
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -174,3 +175,23 @@ def test_files_that_are_not_there_are_faults_where_they_must_be_and_warnings_els
     assert faults == []
     assert sorted(each.partition(': "')[0] for each in warnings) == sorted(places)
     assert all("what is in it was not checked" in each for each in warnings)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    """Opening one for reading waits for a writer: the look for new keys would stand still for ever."""
+    pipe = tmp_path / "keys"
+    os.mkfifo(pipe)
+    (fault,), _ = look(f'[server.auth]\nkeys_file = "{pipe}"\n')
+    assert fault.endswith("is no regular file; name a file")
+    with pytest.raises(Unfit):
+        client_keys(str(pipe))
+
+
+def test_a_file_without_end_is_read_to_a_limit():
+    (fault,), _ = look('api_key_file = "/dev/zero"')
+    assert fault.endswith("is no regular file; name a file")
+
+
+def test_a_comment_may_follow_a_key(keys_file):
+    found = client_keys(keys_file("a " + "k" * 16 + "   # until all have moved\n"))
+    assert [(each.client, each.key) for each in found] == [("a", "k" * 16)]
