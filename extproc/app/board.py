@@ -38,8 +38,8 @@ from extproc.serving.servicer import Embed
 _TICK_S: Final = 0.5
 _FRESH_S: Final = 0.5
 """Younger than that, a document is good for the next viewer too."""
-_MOST_TRIES: Final = 4
-"""Prompts tried at the same time: workers are there for requests."""
+_TRY_EVERY_S: Final = 0.1
+"""One prompt is tried at a time, and so often at most: workers are there for requests."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,9 +51,9 @@ class Collects(Protocol):
 
 
 class Board:
-    """Mutable state. Of the serving loop: `_history`, `_points`, `_labels`, `_audit*`, `_trying`, `_gate`,
-    `_crew`, `_encoder`, `_try`. Of the admin thread: `_built`. One leaves `_facts` and `_told` for the
-    other, each replaced whole.
+    """Mutable state. Of the serving loop: `_history`, `_points`, `_labels`, `_audit*`, `_trying`,
+    `_tried_s`, `_gate`, `_crew`, `_encoder`, `_try`. Of the admin thread: `_built`. One leaves `_facts`
+    and `_told` for the other, each replaced whole.
     """
 
     def __init__(
@@ -86,7 +86,8 @@ class Board:
         self._crew: Callable[[], Crew] | None = None
         self._encoder: Callable[[], str] = lambda: ""
         self._try: Callable[[bytes], Awaitable[Told]] | None = None
-        self._trying = 0
+        self._trying = False
+        self._tried_s = float("-inf")
         self._built: tuple[float, bytes] = (float("-inf"), b"")
 
     # --- on the serving loop ------------------------------------------------------------------------
@@ -153,13 +154,14 @@ class Board:
     async def _tried(self, body: bytes) -> tuple[int, bytes]:
         if self._try is None:
             raise NotYetError
-        if self._trying >= _MOST_TRIES:
+        if self._trying or self._clock() - self._tried_s < _TRY_EVERY_S:
             raise TooManyTriesError
-        self._trying += 1
+        self._trying = True
         try:
             told = await self._try(body)
         finally:
-            self._trying -= 1
+            self._trying = False
+            self._tried_s = self._clock()
         return told.status, msgspec.json.encode(told.answer)
 
     # --- on the admin listener's thread -------------------------------------------------------------
@@ -221,4 +223,8 @@ _HISTORY: Final = (
     "pointsman_circuit_transitions_total",
     "pointsman_time_to_headers_seconds_bucket",
 )
-_DOCUMENT: Final = ("pointsman_static_encoder_ready", "pointsman_tokens_total")
+_DOCUMENT: Final = (
+    "pointsman_client_keys_refused",
+    "pointsman_static_encoder_ready",
+    "pointsman_tokens_total",
+)

@@ -27,7 +27,7 @@ _DECIDE_S: Final = 10.0
 """Far beyond any deadline: only a stuck loop takes so long."""
 
 # Nobody can register a name under these, or one without a dot: such a name is the user's own.
-_PRIVATE_SUFFIXES: Final = (".localhost", ".local", ".internal", ".svc")
+_PRIVATE_SUFFIXES: Final = (".localhost", ".internal", ".svc")
 _JSON: Final = "application/json"
 
 
@@ -69,15 +69,20 @@ def routes(status: Status) -> list[web.RouteDef]:
             request.content_type != _JSON
         ):  # which a form or a plain cross-origin request cannot send
             return _error(415, "unsupported_media_type", "Send the body as application/json.")
+        if request.headers.get("content-encoding", "identity") != "identity":
+            return _error(415, "unsupported_content_encoding", "Send the body as it is.")
         try:
             async with asyncio.timeout(_READ_S):
                 body = await request.read()
-            async with asyncio.timeout(_DECIDE_S):
-                code, answer = await asyncio.wrap_future(status.decide(body))
         except web.HTTPRequestEntityTooLarge:
             return _error(
                 413, "request_too_large", f"A prompt to try has {MOST_BYTES} bytes at most."
             )
+        except TimeoutError:
+            return _error(408, "request_timeout", "The body did not come in time.")
+        try:
+            async with asyncio.timeout(_DECIDE_S):
+                code, answer = await asyncio.wrap_future(status.decide(body))
         except NotYetError:
             return _error(503, "starting", "The sidecar is still starting.")
         except TooManyTriesError:

@@ -140,7 +140,7 @@ def test_prompt_is_tried_on_the_serving_loop_once_there_is_one() -> None:
     on_a_loop(steps)
 
 
-def test_few_prompts_are_tried_at_a_time() -> None:
+def test_one_prompt_is_tried_at_a_time_and_not_at_once_again() -> None:
     async def steps(desk: Desk) -> None:
         gone_on = asyncio.Event()
         answers = FakeEmbedder({"hi": CHAT})
@@ -151,10 +151,12 @@ def test_few_prompts_are_tried_at_a_time() -> None:
 
         desk.serve(slow)
         tries = [asyncio.wrap_future(desk.board.decide(b'{"prompt": "hi"}')) for _ in range(5)]
-        done, _ = await asyncio.wait(tries, return_when=asyncio.FIRST_COMPLETED)
-        assert [type(each.exception()) for each in done] == [TooManyTriesError]
+        refused = await asyncio.gather(*tries[1:], return_exceptions=True)
+        assert [type(each) for each in refused] == [TooManyTriesError] * 4
         gone_on.set()
-        served = [each for each in tries if each not in done]
-        assert [code for code, _ in await asyncio.gather(*served)] == [200] * 4
+        code, _ = await tries[0]
+        assert code == 200
+        with pytest.raises(TooManyTriesError):
+            await asyncio.wrap_future(desk.board.decide(b'{"prompt": "hi"}'))
 
     on_a_loop(steps)
