@@ -91,6 +91,11 @@ class Metrics:
             ["result"],
             registry=registry,
         )
+        self._keys_refused = Gauge(
+            "pointsman_client_keys_refused",
+            "1 while the file of clients' keys has a fault, and the keys from before are in force.",
+            registry=registry,
+        )
         self._decisions = Counter(
             "pointsman_decisions",
             "Routing decisions by route and by how it was chosen.",
@@ -293,6 +298,7 @@ class Metrics:
 
     def keys_reloaded(self, *, ok: bool) -> None:
         self._key_reloads.labels("ok" if ok else "failed").inc()
+        self._keys_refused.set(0 if ok else 1)
 
     def decided(self, route: str, reason: str) -> None:
         """One per request record, so that decisions that Envoy gave up on are not counted twice."""

@@ -464,7 +464,12 @@ def _alerts(view: _View) -> Iterable[Alert]:
             "Envoy sends requests down the default route meanwhile.",
         )
     elif not view.facts.ready:
-        yield Alert("starting", "info", "The sidecar is starting: the workers load their model.")
+        waits_for = (
+            "the workers load their model"
+            if view.config.router.encoder.url is None
+            else f"it waits for the embedding service at {view.config.router.encoder.url}"
+        )
+        yield Alert("starting", "info", f"The sidecar is starting: {waits_for}.")
     yield from _alerts_of_circuits(view)
     yield from _alerts_of_requests(view)
     yield from _alerts_of_router(view)
@@ -542,6 +547,13 @@ def _alerts_of_router(view: _View) -> Iterable[Alert]:
             "warning",
             f"{sum(degraded.values())} of {_count(total, 'decision')} in the last minute "
             f"{'was' if sum(degraded.values()) == 1 else 'were'} degraded: {by}.",
+        )
+    if view.now.sum("pointsman_client_keys_refused"):
+        yield Alert(
+            "client_keys_refused",
+            "warning",
+            "The file of clients' keys has a fault: the keys from before are in force. "
+            "The sidecar's log says which.",
         )
     broken = round(view.since(ALERT_S, "pointsman_internal_errors_total"))
     if broken:

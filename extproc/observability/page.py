@@ -194,7 +194,7 @@ What `pointsman tail` reads, on `[metrics] listen`: server-sent events, one JSON
 
 The playground sends the prompt to `POST /route` there: the decision of the gateway's own `POST /route`, on the same loop, with the same deadline and the same workers, but without the decision cache. Beside it `timings` in milliseconds, and where a rule decided, `scores_unasked`: what meaning would have said. A prompt of at most {most} KiB; it is logged nowhere and kept nowhere. It is no request, so it is in no outcome and no decision of the metrics; `pointsman_embed_seconds`, `pointsman_queue_seconds` and `pointsman_cascade_total` count the work.
 
-There is no log-in and nothing to press: who reaches the port can look, and try prompts. On loopback that is whoever is on the machine. So that no web page can make a browser there do it, what comes from another origin is refused (403), a prompt must be `application/json` (415), and the name in the URL must be an IP address, `localhost`, a name without a dot, or one under `.localhost`, `.local`, `.internal` or `.svc` (421): nobody else can point such a name at this address. `/metrics` and the probes answer to any name.
+There is no log-in and nothing to press: who reaches the port can look, and try prompts. On loopback that is whoever is on the machine. So that no web page can make a browser there do it, what comes from another origin is refused (403), a prompt must be `application/json` (415), and the name in the URL must be an IP address, `localhost`, a name without a dot, or one under `.localhost`, `.internal` or `.svc` (421): nobody outside can point such a name at this address. `/metrics` and the probes answer to any name.
 
 `GET /status.json`:
 

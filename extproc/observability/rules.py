@@ -304,6 +304,16 @@ ALERTS: Final[Sequence[Alert]] = (
         f"The sidecar at {_AT} tried {_COUNT} times in 2 minutes to read the counters of its "
         "Envoy, and got no answer. If Envoy is down, nothing is served there.",
     ),
+    Alert(
+        "PointsmanClientKeysRefused",
+        Severity.WARNING,
+        "a changed file of clients' keys was refused, and the keys from before are in force",
+        f"max by ({POD}) (pointsman_client_keys_refused) > 0",
+        "1m",
+        f"{_AT}: the changed file of clients' keys was refused",
+        f"The sidecar at {_AT} refused the changed [server.auth] keys_file. "
+        "A new key does not open the gateway yet, and one that was taken out still does.",
+    ),
 )
 
 

@@ -241,6 +241,15 @@ CASES: Mapping[str, Case] = {
         ),
         labels=POD,
     ),
+    "PointsmanClientKeysRefused": Case(
+        fires=({"pointsman_client_keys_refused": "0x60 1x20"},),
+        value="",
+        quiet=(
+            {"pointsman_client_keys_refused": "0x80"},
+            {"pointsman_client_keys_refused": "1x60 0x20"},
+        ),
+        labels=POD,
+    ),
 }
 EVALUATED = "19m"
 """Late enough for every alert here, and before the series end."""

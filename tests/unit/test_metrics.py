@@ -265,3 +265,12 @@ def test_calls_to_an_embedding_service_are_told() -> None:
     assert found["pointsman_embed_batch_size_bucket", "4.0"] == 1
     assert found["pointsman_embedding_failures_total", "timeout"] == 1
     assert found["pointsman_embedding_service_ready",] == 1
+
+
+def test_refused_client_keys_show_until_good_ones_come() -> None:
+    metrics = make()
+    assert value(metrics, "pointsman_client_keys_refused") == 0
+    metrics.keys_reloaded(ok=False)
+    assert value(metrics, "pointsman_client_keys_refused") == 1
+    metrics.keys_reloaded(ok=True)
+    assert value(metrics, "pointsman_client_keys_refused") == 0

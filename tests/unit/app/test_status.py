@@ -50,7 +50,11 @@ def look(at_s: float = NOW_S, **samples: float) -> Look:
         name, *labels = text.split("__")
         pairs = frozenset(zip(labels[::2], labels[1::2], strict=True))
         metric = name if name.startswith("model_") else f"pointsman_{name}"
-        sample = metric if metric.endswith(("depth", "bucket", "ready")) else f"{metric}_total"
+        sample = (
+            metric
+            if metric.endswith(("depth", "bucket", "ready", "refused"))
+            else f"{metric}_total"
+        )
         found.setdefault(sample, {})[pairs] = value
     return Look(at_s, found)
 
@@ -167,6 +171,12 @@ def test_embedding_service_that_is_left_alone_is_told():
     (alert,) = told(look(), at=facts(encoder="timeout"))["alerts"]
     assert (alert["code"], alert["level"]) == ("encoder_away", "warning")
     assert "timeout" in alert["text"]
+
+
+def test_refused_client_keys_are_told_for_as_long_as_they_are_refused():
+    (alert,) = told(look(client_keys_refused=1))["alerts"]
+    assert alert["code"] == "client_keys_refused"
+    assert told(look(client_keys_refused=0))["alerts"] == []
 
 
 def test_worst_alert_comes_first_and_names_the_state():
