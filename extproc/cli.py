@@ -15,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
+from extproc.core.errors import FallbackReason, Outcome, RouteReason
+
 if TYPE_CHECKING:
     from extproc.config import Files
 
@@ -270,8 +272,18 @@ def _add_watching(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "show only those; given twice, either. Without --config: the demo's addresses.",
     )
     tail.add_argument("--config", type=Path, metavar="FILE", help="of the running gateway")
-    for key in ("outcome", "route", "reason", "upstream", "fallback"):
+    for key in ("route", "upstream"):
         tail.add_argument(f"--{key}", action="append", default=[], metavar=key.upper())
+    closed = (("outcome", Outcome), ("reason", RouteReason), ("fallback", FallbackReason))
+    for key, values in closed:
+        tail.add_argument(
+            f"--{key}",
+            action="append",
+            default=[],
+            metavar=key.upper(),
+            choices=[each.value for each in values],
+            help="one of " + ", ".join(each.value for each in values),
+        )
     tail.add_argument("--id", default="", metavar="ID", help="one request, by x-request-id")
     tail.add_argument("--count", type=_count, metavar="N", help="end after N requests")
     tail.add_argument("--no-color", action="store_true", help="as without a terminal, or NO_COLOR")

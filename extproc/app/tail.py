@@ -27,6 +27,7 @@ COLOURS: Final[Mapping[str, str]] = {
     Outcome.CLIENT_GONE: "\x1b[2;37m",
     Outcome.STREAM_CUT: "\x1b[31m",
 }
+_AGAIN_S: Final = 0.5
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=None, sock_connect=3, sock_read=30)
 
 
@@ -84,7 +85,12 @@ async def _tail(
     count: int | None,
 ) -> None:
     shown = 0
-    async for kind, data in events(url):
+    async for kind, data in _patiently(url):
+        if kind == "watching":
+            continue
+        if kind == "lost":
+            show(json.dumps({"lost": data}) if as_json else f"... {data}; waiting for it")
+            continue
         if kind == "dropped":
             show(
                 json.dumps({"dropped": int(data)}) if as_json else f"... {data} not shown: too fast"
@@ -99,6 +105,25 @@ async def _tail(
             return
 
 
+async def _patiently(url: str) -> AsyncIterator[tuple[str, str]]:
+    """The events, through restarts of the sidecar: ("lost", why) stands for each. Raise TailError where
+    there was nothing to watch from the start.
+    """
+    watched = lost = False
+    while True:
+        try:
+            async for event in events(url):
+                watched, lost = True, False
+                yield event
+        except TailError as error:
+            if not watched:
+                raise
+            if not lost:
+                yield "lost", str(error)
+            lost = True
+        await asyncio.sleep(_AGAIN_S)
+
+
 async def events(url: str) -> AsyncIterator[tuple[str, str]]:
     """(kind, data) of each server-sent event; the first is ("watching", ""). Raise TailError."""
     try:
@@ -108,6 +133,7 @@ async def events(url: str) -> AsyncIterator[tuple[str, str]]:
         ):
             if response.status != 200:
                 raise TailError(f"{url}/events: {(await response.text()).strip()}")
+            yield "watching", ""
             kind = ""
             async for raw in response.content:
                 text = raw.decode().rstrip("\n")
@@ -117,7 +143,9 @@ async def events(url: str) -> AsyncIterator[tuple[str, str]]:
                     yield kind, text.removeprefix("data: ")
                     kind = ""
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise TailError(f"no events from {url}: {error or type(error).__name__}") from error
+        gone = isinstance(error, aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError)
+        why = "the sidecar has gone" if gone else error or type(error).__name__
+        raise TailError(f"no events from {url}: {why}") from error
     raise TailError(f"{url} ended the stream")
 
 

@@ -73,6 +73,19 @@ async def test_requests_show_as_they_end_filtered_and_parseable() -> None:
 
 
 @scenario
+async def test_a_restarted_sidecar_is_waited_for() -> None:
+    async with gateway() as running, tailing(running, "--json") as process:
+        assert process.stdout is not None
+        await until_watched(running, process)
+        running.kill_sidecar()
+        while "lost" not in json.loads(await asyncio.wait_for(process.stdout.readline(), 10)):
+            pass
+        await running.start_sidecar()
+        (line,) = await until_watched(running, process)
+        assert json.loads(line)["id"] == "probe"
+
+
+@scenario
 async def test_count_ends_it_and_a_dead_sidecar_is_named() -> None:
     async with gateway() as running:
         async with tailing(running, "--count", "1") as process:
