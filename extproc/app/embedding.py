@@ -208,6 +208,7 @@ async def _service(
     )
     embedding = Embedding(embed, parallel=asked.max_concurrency, condition=lambda: remote.condition)
     service.start()
+    progress(f"asking {asked.url} for the vectors of {len(texts)} utterances")
     try:
         failure = await remote.start(
             patience_s=0.0 if required else _PATIENCE_S,

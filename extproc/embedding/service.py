@@ -23,6 +23,7 @@ Vectors = NDArray[np.float32]
 _ANSWER_BYTES: Final = 64 << 10
 _ANSWER_BYTES_EACH: Final = 256 << 10
 """An answer may have so many bytes, and so many for each text: 8,192 numbers written out."""
+_WIDE_BYTES: Final = 1 << 20
 _DETAIL_BYTES: Final = 2_000
 _DETAIL_CHARS: Final = 200
 _KEEP_ALIVE_S: Final = 30.0
@@ -126,7 +127,12 @@ class Service:
                 answer += chunk
                 if len(answer) > limit:
                     return Failure(Fault.BAD_SCHEMA, f"an answer of more than {limit} bytes")
-        result = read_answer(bytes(answer), count)
+        # A wide one would keep the loop for tenths of a second.
+        wide = len(answer) > _WIDE_BYTES
+        read = bytes(answer)
+        result = (
+            await asyncio.to_thread(read_answer, read, count) if wide else read_answer(read, count)
+        )
         if isinstance(result, Failure) or self._dimensions in (None, result.shape[1]):
             return result
         words = f"vectors of {result.shape[1]} columns, though asked for {self._dimensions}"

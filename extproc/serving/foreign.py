@@ -199,9 +199,9 @@ class _Stream:
         )
 
     def _told(self, message: Any) -> Any:
+        answer = wire.decode_answer(message)
         self.is_over = True
         visit, self.visit = self.visit, None
-        answer = wire.decode_answer(message)
         if visit is None:  # our own fault had sent it on undecided
             self._count_undecided(answer.status, frozenset())
             return wire.pass_unchanged(message)

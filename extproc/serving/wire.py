@@ -206,7 +206,7 @@ def decode_answer(message: Any) -> Answer:
     for header in message.response_headers.headers.headers:
         value = header.raw_value or header.value.encode()
         if header.key == ":status":
-            status = int(value) if value.isdigit() else 0
+            status = int(value) if len(value) == 3 and value.isdigit() else 0
         elif header.key == "content-type":
             is_stream = value.lower().startswith(b"text/event-stream")
     details = ""
