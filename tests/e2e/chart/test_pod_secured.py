@@ -4,36 +4,18 @@ podman 4.3 knows no volume of a Secret, so the Secrets are played as ConfigMaps 
 keys; mounted they look alike. It updates no volume either: that is shown in tests/integration.
 """
 
-import os
-import shutil
-import subprocess
 import time
 
 import httpx
 import pytest
 import yaml
 from certificates import Authority
-from chart_tools import CHART, TOOLS, only
+from chart_tools import CHART, only
 from gateway import CHAT, HOST, ask, free_ports, scenario
+from pods import image_values, need_podman, podman
 
-IMAGE = os.environ.get("POINTSMAN_IMAGE", "localhost/pointsman:0.1.0")
-ENVOY_IMAGE = os.environ.get("POINTSMAN_ENVOY_IMAGE", "envoyproxy/envoy:v1.40.0")
-ENVIRON = {"CONTAINERS_CONF": str(TOOLS / "containers.conf"), **os.environ}
 POD = "secured-pointsman"
 KEY = "sk-team-a-0123456789"
-
-
-def podman(*arguments, check=True, stdin=None):
-    done = subprocess.run(
-        ["podman", *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=ENVIRON,
-    )
-    assert not check or done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.strip()
 
 
 def config_map(name, data):
@@ -47,18 +29,8 @@ def authority(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def port(helm4, authority):
-    if shutil.which("podman") is None:
-        pytest.skip("podman is missing: apt-get install podman buildah runc (see .ci/run)")
-    for image in (IMAGE, ENVOY_IMAGE):
-        if subprocess.run(
-            ["podman", "image", "exists", image], check=False, env=ENVIRON
-        ).returncode:
-            pytest.skip(f"the image {image} is missing: run `make image`")
-    repository, _, tag = IMAGE.rpartition(":")
-    envoy_repository, _, envoy_tag = ENVOY_IMAGE.rpartition(":")
-    values = {
-        "image": {"repository": repository, "tag": tag},
-        "envoy": {"image": {"repository": envoy_repository, "tag": envoy_tag}},
+    need_podman()
+    values = image_values() | {
         "tls": {"secret": "cert"},
         "auth": {"secret": "clients", "key": "keys.txt"},
     }
