@@ -70,16 +70,16 @@ def routes(status: Status) -> list[web.RouteDef]:
         ):  # which a form or a plain cross-origin request cannot send
             return _error(415, "unsupported_media_type", "Send the body as application/json.")
         if request.headers.get("content-encoding", "identity") != "identity":
-            return _error(415, "unsupported_content_encoding", "Send the body as it is.")
+            return _closing(_error(415, "unsupported_content_encoding", "Send the body as it is."))
         try:
             async with asyncio.timeout(_READ_S):
                 body = await request.read()
         except web.HTTPRequestEntityTooLarge:
-            return _error(
-                413, "request_too_large", f"A prompt to try has {MOST_BYTES} bytes at most."
+            return _closing(
+                _error(413, "request_too_large", f"A prompt to try has {MOST_BYTES} bytes at most.")
             )
         except TimeoutError:
-            return _error(408, "request_timeout", "The body did not come in time.")
+            return _closing(_error(408, "request_timeout", "The body did not come in time."))
         try:
             async with asyncio.timeout(_DECIDE_S):
                 code, answer = await asyncio.wrap_future(status.decide(body))
@@ -183,6 +183,12 @@ def _hash(page: str, element: str) -> str:
 
 def _json(status: int, body: bytes) -> web.Response:
     return web.Response(status=status, body=body, headers={"content-type": _JSON, **_ALWAYS})
+
+
+def _closing(response: web.Response) -> web.Response:
+    """Its request's body was not read, so that the connection is of no more use: say so."""
+    response.force_close()
+    return response
 
 
 def _error(status: int, code: str, message: str) -> web.Response:
