@@ -10,7 +10,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from extproc.config import Config
 from extproc.core.cache import DecisionCache, routes_version
 from extproc.core.circuit import GateBank
 from extproc.core.exchange import Plan
-from extproc.core.routing import SemanticIndex
+from extproc.core.routing import RouteRule, SemanticIndex
 from extproc.core.wire_names import EXPLICIT_ROUTE, RULE
 from extproc.embedding.model import default_cache_dir
 from extproc.embedding.pool import RestartCause, SkipCause
@@ -142,8 +142,14 @@ async def running_sidecar(
                 tell=tracing.tell if tracing else None,
             )
             accounts = Accounts(metrics=metrics, observer=gate, upstream_names=names, feed=feed)
-            serving = _serving_foreign if config.foreign else _serving_ours
-            async with serving(config, decider, gate, metrics, accounts, on_read=board.envoy_read):
+            serving = (
+                _serving_foreign(config, decider, gate, metrics, accounts)
+                if config.foreign
+                else _serving_ours(
+                    config, decider, gate, metrics, accounts, on_read=board.envoy_read
+                )
+            )
+            async with _flushing(tracing), serving:
                 _spare_the_collector()
                 board.serves(
                     gate=gate,
@@ -162,8 +168,6 @@ async def running_sidecar(
                 finally:
                     health.ready = False
                     await _cancel(late)
-            if tracing is not None:
-                await tracing.aclose()
     finally:
         await _cancel(beat)
         await _cancel(telling)
@@ -215,8 +219,6 @@ async def _serving_foreign(
     gate: Gate,
     metrics: Metrics,
     accounts: Accounts,
-    *,
-    on_read: Callable[[EnvoyStats | None], None],  # noqa: ARG001  nobody reads that Envoy
 ) -> AsyncIterator[None]:
     """On TCP, for an Envoy that is not ours: it keeps no accounts for us, and we read none of it."""
     assert config.foreign is not None
@@ -260,6 +262,16 @@ def _traces(config: Config) -> Traces | None:
     return Traces(endpoint=config.tracing.endpoint, clock=asyncio.get_running_loop().time)
 
 
+@asynccontextmanager
+async def _flushing(tracing: Traces | None) -> AsyncIterator[None]:
+    """Whatever ends the block, its spans are sent."""
+    try:
+        yield
+    finally:
+        if tracing is not None:
+            await tracing.aclose()
+
+
 # --- the static encoder: there from the start, or once it is built ------------------------------------
 
 
@@ -270,12 +282,17 @@ async def _open_static(config: Config) -> Encodes | None:
 
 
 def _judge(config: Config, embedding: Embedding, plan: Plan, metrics: Metrics) -> Judge:
+    learned = embedding.learned
     return Judge(
         embedding.embed,
         plan.index,
         metrics,
         cascade=config.router.cascade,
-        cache=_cache(config, embedding.learned) if embedding.learned else None,
+        cache=(
+            _cache(config, scored_rules(config, learned.vectors), learned.digest)
+            if learned
+            else None
+        ),
     )
 
 
@@ -285,17 +302,17 @@ def _follow(config: Config, embedding: Embedding, judge: Judge) -> asyncio.Event
 
     def learned(news: Learned) -> None:
         rules = scored_rules(config, news.vectors)
-        judge.know(SemanticIndex(rules, news.vectors), _cache(config, news))
+        judge.know(SemanticIndex(rules, news.vectors), _cache(config, rules, news.digest))
         changed.set()
 
     embedding.follow(learned)
     return changed
 
 
-def _cache(config: Config, learned: Learned) -> DecisionCache | None:
+def _cache(config: Config, rules: Sequence[RouteRule], digest: str) -> DecisionCache | None:
+    """`rules`: those that are scored; `digest`: of the model that scores them."""
     capacity = config.router.cache
-    version = routes_version(scored_rules(config, learned.vectors), learned.digest)
-    return DecisionCache(capacity, version) if capacity else None
+    return DecisionCache(capacity, routes_version(rules, digest)) if capacity else None
 
 
 async def _lend(judge: Judge, encoder: Encodes, config: Config, embedding: Embedding) -> None:
