@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from enum import StrEnum
+from functools import cache
 from itertools import product
-from typing import Final
+from typing import Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -22,6 +23,16 @@ _BATCH_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _HEADERS_BUCKETS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 8, 15, 30, 60)
 
 NO_ROUTE: Final = "none"
+
+
+_Child = TypeVar("_Child", Counter, Histogram)
+
+
+def _children(metric: _Child) -> Callable[..., _Child]:
+    """Labels -> the child that counts them, looked up once: the library's own way costs more than
+    counting, for what every request touches. All are of closed sets, so they are few.
+    """
+    return cache(metric.labels)
 
 
 class RecordKind(StrEnum):
@@ -50,11 +61,13 @@ class Metrics:
             ["reason", "from", "to"],
             registry=registry,
         )
-        self._requests = Counter(
-            "pointsman_requests",
-            "Requests that reached the listener, each under exactly one outcome.",
-            ["outcome"],
-            registry=registry,
+        self._requests_of = _children(
+            Counter(
+                "pointsman_requests",
+                "Requests that reached the listener, each under exactly one outcome.",
+                ["outcome"],
+                registry=registry,
+            )
         )
         self._unseen = Counter(
             "pointsman_requests_unseen",
@@ -62,11 +75,13 @@ class Metrics:
             ["cause"],
             registry=registry,
         )
-        self._records = Counter(
-            "pointsman_records",
-            "Access log records received; interim ones tell of attempts still under way.",
-            ["kind"],
-            registry=registry,
+        self._records_of = _children(
+            Counter(
+                "pointsman_records",
+                "Access log records received; interim ones tell of attempts still under way.",
+                ["kind"],
+                registry=registry,
+            )
         )
         self._records_lost = Counter(
             "pointsman_records_lost",
@@ -96,11 +111,13 @@ class Metrics:
             "1 while the file of clients' keys has a fault, and the keys from before are in force.",
             registry=registry,
         )
-        self._decisions = Counter(
-            "pointsman_decisions",
-            "Routing decisions by route and by how it was chosen.",
-            ["route", "reason"],
-            registry=registry,
+        self._decisions_of = _children(
+            Counter(
+                "pointsman_decisions",
+                "Routing decisions by route and by how it was chosen.",
+                ["route", "reason"],
+                registry=registry,
+            )
         )
         self._decision_seconds = Histogram(
             "pointsman_decision_seconds",
@@ -124,38 +141,48 @@ class Metrics:
             "Requests passed on undecided because of a fault in the sidecar itself.",
             registry=registry,
         )
-        self._time_to_headers = Histogram(
-            "pointsman_time_to_headers_seconds",
-            "From an attempt's start to the upstream's response headers.",
-            ["upstream"],
-            buckets=_HEADERS_BUCKETS,
-            registry=registry,
+        self._time_to_headers_of = _children(
+            Histogram(
+                "pointsman_time_to_headers_seconds",
+                "From an attempt's start to the upstream's response headers.",
+                ["upstream"],
+                buckets=_HEADERS_BUCKETS,
+                registry=registry,
+            )
         )
-        self._time_to_first_token = Histogram(
-            "pointsman_time_to_first_token_seconds",
-            "Of streams: from an attempt's start to the first chunk of the body.",
-            ["upstream"],
-            buckets=_HEADERS_BUCKETS,
-            registry=registry,
+        self._time_to_first_token_of = _children(
+            Histogram(
+                "pointsman_time_to_first_token_seconds",
+                "Of streams: from an attempt's start to the first chunk of the body.",
+                ["upstream"],
+                buckets=_HEADERS_BUCKETS,
+                registry=registry,
+            )
         )
-        self._token_gap = Histogram(
-            "pointsman_token_gap_seconds",
-            "Of streams that report their usage: mean time between two tokens, one value a stream.",
-            ["upstream"],
-            buckets=_GAP_BUCKETS,
-            registry=registry,
+        self._token_gap_of = _children(
+            Histogram(
+                "pointsman_token_gap_seconds",
+                "Of streams that report their usage: mean time between two tokens, one value a stream.",
+                ["upstream"],
+                buckets=_GAP_BUCKETS,
+                registry=registry,
+            )
         )
-        self._tokens = Counter(
-            "pointsman_tokens",
-            "Tokens as the upstream reports them, by kind: prompt or completion.",
-            ["upstream", "route", "kind"],
-            registry=registry,
+        self._tokens_of = _children(
+            Counter(
+                "pointsman_tokens",
+                "Tokens as the upstream reports them, by kind: prompt or completion.",
+                ["upstream", "route", "kind"],
+                registry=registry,
+            )
         )
-        self._answers = Counter(
-            "pointsman_answers",
-            "Answers with status 200, by whether they reported their usage.",
-            ["upstream", "usage"],
-            registry=registry,
+        self._answers_of = _children(
+            Counter(
+                "pointsman_answers",
+                "Answers with status 200, by whether they reported their usage.",
+                ["upstream", "usage"],
+                registry=registry,
+            )
         )
         self._embed_seconds = Histogram(
             "pointsman_embed_seconds",
@@ -202,11 +229,13 @@ class Metrics:
             ["cause"],
             registry=registry,
         )
-        self._cache_lookups = Counter(
-            "pointsman_decision_cache",
-            "Prompts looked up among the remembered decisions, by whether one was there.",
-            ["result"],
-            registry=registry,
+        self._cache_lookups_of = _children(
+            Counter(
+                "pointsman_decision_cache",
+                "Prompts looked up among the remembered decisions, by whether one was there.",
+                ["result"],
+                registry=registry,
+            )
         )
         self._cascade = Counter(
             "pointsman_cascade",
@@ -243,22 +272,22 @@ class Metrics:
             registry=registry,
         )
         for outcome in Outcome:
-            self._requests.labels(outcome.value)
+            self._requests_of(outcome.value)
         for cause in UnseenCause:
             self._unseen.labels(cause.value)
         for kind in RecordKind:
-            self._records.labels(kind.value)
+            self._records_of(kind.value)
         for result in ("ok", "failed"):
             self._envoy_reads.labels(result)
             self._key_reloads.labels(result)
         for result in ("hit", "miss"):
-            self._cache_lookups.labels(result)
+            self._cache_lookups_of(result)
         for encoder in ("static", "full"):
             self._cascade.labels(encoder)
         for route, reason in product(self._routes, _DEGRADED):
-            self._decisions.labels(route, reason)
+            self._decisions_of(route, reason)
         for upstream, usage in product(self._upstreams, ("reported", "absent")):
-            self._answers.labels(upstream, usage)
+            self._answers_of(upstream, usage)
         self.account_offset(Tally())
 
     def limits(self, *, deadline_s: float, queue: int, workers: int) -> None:
@@ -275,13 +304,13 @@ class Metrics:
             self._skipped.labels(cause.value)
 
     def request_ended(self, outcome: Outcome, hops: Iterable[Hop]) -> None:
-        self._requests.labels(outcome.value).inc()
+        self._requests_of(outcome.value).inc()
         for hop in hops:
             if hop.source in self._upstreams and hop.target in self._upstreams:
                 self._fallbacks.labels(hop.reason.value, hop.source, hop.target).inc()
 
     def record_received(self, kind: RecordKind) -> None:
-        self._records.labels(kind.value).inc()
+        self._records_of(kind.value).inc()
 
     def requests_unseen(self, found: Found) -> None:
         self._unseen.labels(UnseenCause.BYPASSED.value).inc(found.bypassed)
@@ -303,7 +332,7 @@ class Metrics:
     def decided(self, route: str, reason: str) -> None:
         """One per request record, so that decisions that Envoy gave up on are not counted twice."""
         if route in self._routes and reason in _REASONS:
-            self._decisions.labels(route, reason).inc()
+            self._decisions_of(route, reason).inc()
 
     def decision_took(self, seconds: float) -> None:
         self._decision_seconds.observe(seconds)
@@ -318,20 +347,20 @@ class Metrics:
         if upstream_name not in self._upstreams:
             return
         if record.time_to_headers_s is not None:
-            self._time_to_headers.labels(upstream_name).observe(record.time_to_headers_s)
+            self._time_to_headers_of(upstream_name).observe(record.time_to_headers_s)
         if record.is_stream and record.time_to_first_chunk_s is not None:
-            self._time_to_first_token.labels(upstream_name).observe(record.time_to_first_chunk_s)
+            self._time_to_first_token_of(upstream_name).observe(record.time_to_first_chunk_s)
         if record.token_gap_s is not None:
-            self._token_gap.labels(upstream_name).observe(record.token_gap_s)
+            self._token_gap_of(upstream_name).observe(record.token_gap_s)
         if record.route not in self._routes:
             return
         counts = {"prompt": record.prompt_tokens, "completion": record.completion_tokens}
         for kind, count in counts.items():
             if count is not None:
-                self._tokens.labels(upstream_name, record.route, kind).inc(count)
+                self._tokens_of(upstream_name, record.route, kind).inc(count)
         if record.status == 200:
             usage = "absent" if record.prompt_tokens is None else "reported"
-            self._answers.labels(upstream_name, usage).inc()
+            self._answers_of(upstream_name, usage).inc()
 
     def watch_circuit(self, upstream_name: str, state: Callable[[], State]) -> None:
         """`state` is read at each scrape, so that an elapsed cooldown shows without traffic."""
@@ -360,7 +389,7 @@ class Metrics:
         self._service_ready.set(ready)
 
     def cache_looked_up(self, *, hit: bool) -> None:
-        self._cache_lookups.labels("hit" if hit else "miss").inc()
+        self._cache_lookups_of("hit" if hit else "miss").inc()
 
     def cascaded(self, *, static: bool) -> None:
         self._cascade.labels("static" if static else "full").inc()

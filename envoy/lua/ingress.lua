@@ -1,5 +1,6 @@
--- Ingress: writes what the sidecar would have written for a request that passed it by (dead, too
--- slow), and gives a final failure its own status back. Runs behind ext_proc. Prepended: json.lua.
+-- Ingress: makes headers of a decision that came as metadata, writes what the sidecar would have written
+-- for a request that passed it by (dead, too slow), and gives a final failure its own status back. Runs
+-- behind ext_proc. Prepended: json.lua.
 
 local function takes_model(path)
   for suffix in string.gmatch(CONTEXT.model_paths, "[^,]+") do
@@ -14,8 +15,15 @@ local function refuse(handle, body)
 end
 
 function envoy_on_request(handle)
-  local headers = handle:headers()
-  if headers:get("x-pointsman-chain") then return end -- the sidecar decided
+  if handle:headers():get("x-pointsman-chain") then return end -- the sidecar decided on headers and body
+  local body = handle:body(true)
+  local headers = handle:headers() -- header objects do not outlive the wait for the body
+  local decided = handle:streamInfo():dynamicMetadata():get(CONTEXT.decided)
+  if decided then
+    for name, value in pairs(decided) do headers:replace(name, value) end
+    handle:clearRouteCache()
+    return
+  end
   headers:replace("x-pointsman-chain", CONTEXT.chain)
   headers:replace("x-pointsman-route", CONTEXT.route)
   headers:replace("x-pointsman-reason", CONTEXT.reason)
@@ -26,8 +34,6 @@ function envoy_on_request(handle)
     return
   end
 
-  local body = handle:body(true)
-  headers = handle:headers() -- body() may have waited, and header objects do not outlive a wait
   local size = body:length()
   local wanted = takes_model(string.match(headers:get(":path") or "", "^([^?]-)/*%f[?%z]"))
   if size > 0 then

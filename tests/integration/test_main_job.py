@@ -233,6 +233,67 @@ async def test_bad_input_gets_an_openai_shaped_4xx_and_reaches_no_upstream():
         await gw.settled("pointsman_requests_total", len(BAD_INPUT), outcome="rejected")
 
 
+async def _in_pieces(raw: bytes):
+    yield raw[:9]
+    yield raw[9:]
+
+
+@scenario
+async def test_however_a_body_is_framed_it_is_decided_alike_and_one_message_tells_of_most():
+    raw = json.dumps(ask("a compile error 编译错误")).encode()
+    packed = gzip.compress(raw)
+    zipped = RAW | {"content-encoding": "gzip"}
+    async with gateway() as gw, httpx.AsyncClient(http1=False, http2=True) as h2:
+        url = f"http://{HOST}:{gw.listen}{CHAT}"
+        asked = [
+            (1, gw.client.post(CHAT, content=raw, headers=RAW)),
+            (1, gw.client.post(CHAT, content=packed, headers=zipped)),
+            (2, gw.client.post(CHAT, content=_in_pieces(raw), headers=RAW)),
+            (2, gw.client.post(CHAT, content=_in_pieces(packed), headers=zipped)),
+            (1, h2.post(url, content=raw, headers=RAW)),
+            (2, h2.post(url, content=_in_pieces(raw), headers=RAW)),
+        ]
+        for wanted, asking in asked:
+            told = await gw.envoy_stat("http.ingress.ext_proc.stream_msgs_sent")
+            answer = await asking
+            assert answer.status_code == 200
+            assert answer.headers["x-pointsman-route"] == "code"
+            assert answer.headers["x-pointsman-reason"] == "keyword"
+            told = await gw.envoy_stat("http.ingress.ext_proc.stream_msgs_sent") - told
+            assert told == wanted
+        bodies = {seen.body for seen in gw.upstreams["fallback"].seen}
+        assert bodies == {raw.replace(b'"auto"', b'"model-of-fallback"')}
+        for seen in gw.upstreams["fallback"].seen:
+            assert seen.headers["content-length"] == str(len(seen.body))
+        await gw.settled("pointsman_decisions_total", len(asked), route="code", reason="keyword")
+
+
+@scenario
+async def test_no_prompt_passes_the_sidecar_by_because_of_the_bytes_in_its_headers():
+    odd = [
+        b"x-request-id: \xff\xfe",
+        b"content-type: application/json; \xff",
+        "content-type: application/json; charset=ü".encode(),
+        b"content-type: application/json\r\ncontent-type: application/json",
+        b"content-encoding: identity\r\ncontent-encoding: identity",
+        b"content-encoding: \xff",
+    ]
+    raw = json.dumps(ask()).encode()
+    async with gateway() as gw:
+        for lines in odd:
+            plain = b"" if b"content-type" in lines else b"\r\ncontent-type: application/json"
+            reader, writer = await asyncio.open_connection(HOST, gw.listen)
+            writer.write(
+                b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+                b"content-length: %d\r\n%b%b\r\n\r\n%b" % (len(raw), lines, plain, raw)
+            )
+            answer = await reader.read()
+            writer.close()
+            print(lines, answer[:40], b"degraded" in answer)
+            assert b"degraded" not in answer, lines
+        assert await gw.metric("pointsman_internal_errors_total") == 0
+
+
 @scenario
 async def test_gzip_bodies_are_unpacked_and_the_upstream_gets_plain_json():
     async with gateway() as gw:
