@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 
 
 class Encodes(Protocol):
-    def encode(self, text: str) -> Vectors:
-        """[k, dimension] in a fraction of a millisecond."""
+    def encode_all(self, texts: Sequence[str]) -> list[Vectors]:
+        """[k, dimension] of each, in a fraction of a millisecond."""
         ...
 
 
@@ -41,14 +41,38 @@ EmbedFully = Callable[[str, float], Awaitable[Embedded | NotEmbedded]]
 
 
 class FastTier:
-    """The static encoder with its index; constant."""
+    """The static encoder with its index. Mutable: `_asked`, the prompts of this turn of the loop.
+
+    A prompt is scored in the next turn, with all others that came in this one: none waits for a timer,
+    and the more there are, the less each costs.
+    """
 
     def __init__(self, encoder: Encodes, index: FastIndex) -> None:
         self._encoder = encoder
         self._index = index
+        self._asked: list[tuple[str, asyncio.Future[tuple[RouteScore, ...]]]] = []
 
-    def scores(self, text: str) -> tuple[RouteScore, ...]:
-        return self._index.scores(self._encoder.encode(text))
+    async def scores(self, text: str) -> tuple[RouteScore, ...]:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[tuple[RouteScore, ...]] = loop.create_future()
+        self._asked.append((text, answer))
+        if len(self._asked) == 1:
+            loop.call_soon(self._answer)
+        return await answer
+
+    def _answer(self) -> None:
+        asked, self._asked = self._asked, []
+        waiting = [(text, answer) for text, answer in asked if not answer.done()]
+        if not waiting:
+            return
+        try:
+            found = self._index.scores_all(self._encoder.encode_all([text for text, _ in waiting]))
+        except Exception as error:  # noqa: BLE001  each caller's own boundary takes it
+            for _, answer in waiting:
+                answer.set_exception(error)
+            return
+        for (_, answer), scores in zip(waiting, found, strict=True):
+            answer.set_result(scores)
 
     def is_decisive(self, scores: tuple[RouteScore, ...]) -> bool:
         return self._index.is_decisive(scores)
@@ -113,7 +137,7 @@ class Judge:
     ) -> Scored | NotEmbedded:
         """`keep` is told what the full encoder says."""
         if self._cascade and self._fast is not None and self._index.is_known:
-            scores = self._fast.scores(text)
+            scores = await self._fast.scores(text)
             decisive = self._fast.is_decisive(scores)
             self._metrics.cascaded(static=decisive)
             if decisive:
@@ -123,7 +147,7 @@ class Judge:
         if isinstance(outcome, NotEmbedded):
             if self._fast is None:
                 return outcome
-            return Scored(self._fast.scores(text), degraded=True)
+            return Scored(await self._fast.scores(text), degraded=True)
         scores = self._index.scores(outcome.vectors)
         keep(scores)
         return Scored(scores, wait_s=outcome.wait_s, embed_s=outcome.embed_s)
@@ -147,7 +171,7 @@ def fit_fast_tier(
     None: not known yet. Then the static encoder stands for itself, with the thresholds that suit the
     model that it was distilled from: the configured ones are of the full encoder's scale.
     """
-    fast = {rule.name: [encoder.encode(text) for text in rule.utterances] for rule in rules}
+    fast = {rule.name: encoder.encode_all(rule.utterances) for rule in rules if rule.utterances}
     if full is None:
         rules, full = [replace(rule, threshold=None) for rule in rules], fast
     return FastTier(encoder, FastIndex(rules, full=full, fast=fast))

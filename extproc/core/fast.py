@@ -64,8 +64,8 @@ class FastIndex:
         self.margin = self._decisive_margin(trials, deviation)
         """From this margin on, a decision is the full encoder's."""
 
-    def scores(self, query: Vectors) -> tuple[RouteScore, ...]:
-        return self._index.scores(query)
+    def scores_all(self, queries: Sequence[Vectors]) -> list[tuple[RouteScore, ...]]:
+        return self._index.scores_all(queries)
 
     def is_decisive(self, scores: tuple[RouteScore, ...]) -> bool:
         """Whether the full encoder would decide alike: at least 99 % on the routes' own utterances."""

@@ -103,12 +103,21 @@ class SemanticIndex:
 
     def scores(self, query: Vectors) -> tuple[RouteScore, ...]:
         """One score a route with utterances, in the file's order. `query`: (k, dimension)."""
+        return self.scores_all([query])[0]
+
+    def scores_all(self, queries: Sequence[Vectors]) -> list[tuple[RouteScore, ...]]:
+        """The scores of each query; many together cost less than one by one."""
         if not self._routes:
-            return ()
-        return tuple(
-            RouteScore(rule.name, float(score), rule.effective_threshold)
-            for rule, score in zip(self._rules, self.blend(query).max(axis=1), strict=True)
-        )
+            return [()] * len(queries)
+        starts = np.cumsum([0] + [len(query) for query in queries[:-1]])
+        blended = self.blend(np.concatenate(queries))
+        return [
+            tuple(
+                RouteScore(rule.name, score, rule.effective_threshold)
+                for rule, score in zip(self._rules, scores, strict=True)
+            )
+            for scores in np.maximum.reduceat(blended, starts, axis=1).T.tolist()
+        ]
 
     def blend(self, queries: Vectors) -> Vectors:
         """The score of each route with utterances for each query: (routes, queries)."""

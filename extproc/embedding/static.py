@@ -10,6 +10,7 @@ own index.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -43,6 +44,8 @@ HALF: Final = RANK // 2
 """Bytes of a piece: coordinate j in the low four bits of byte j, or in the high ones of j - HALF."""
 ZERO: Final = 8
 """What a coordinate of 0 is stored as; they run from -7 to 7."""
+_AT_ONCE: Final = 1_024
+"""Pieces that are unpacked together, 1.7 MB of coordinates: more of them leave the cache."""
 
 Vectors = NDArray[np.float32]
 
@@ -75,7 +78,7 @@ class StaticEncoder:
         try:
             self._tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(files.tokenizer))
             with files.table.open("rb") as file:
-                self._table = _map(file)
+                self._table = np.asarray(_map(file))  # rows of a memmap would be memmaps
                 arrays = {name: _read(file) for name in ARRAYS}
         except (OSError, RuntimeError, ValueError) as error:
             raise ModelError(f"{files.table}: cannot be loaded: {error}; delete it") from error
@@ -85,20 +88,31 @@ class StaticEncoder:
         self._d1, self._d2, self._p3, self._d3 = (arrays[key] for key in ("d1", "d2", "p3", "d3"))
 
     def encode(self, text: str) -> Vectors:
-        """[k, 512], L2-normalised: k = 1, or 2 for the first and last part of a long text.
+        """Of one text; see `encode_all`."""
+        return self.encode_all([text])[0]
 
-        Any str is safe, and a text of any length costs less than a millisecond.
+    def encode_all(self, texts: Sequence[str]) -> list[Vectors]:
+        """Of each text [k, 512], L2-normalised: k = 1, or 2 for the first and last part of a long one.
+
+        Any str is safe, and a text of any length costs less than a millisecond; of many short ones
+        each costs half, since most of one alone is reading the net and calling numpy.
         """
+        parts = [self._parts(text) for text in texts]
+        vectors = self._through(self._sums([ids for part in parts for ids in part]))
+        return np.split(vectors, np.cumsum([len(part) for part in parts])[:-1])
+
+    def _parts(self, text: str) -> list[list[int]]:
+        """The pieces of each part of a text that gets a vector of its own."""
         if len(text) > MAX_CHARS:
             text = f"{text[: MAX_CHARS // 2]}\n\n{text[-MAX_CHARS // 2 :]}"
         text = text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate would raise
         ids = self._tokenize(text)
         if len(ids) <= MAX_PIECES:
-            return self._through(self._sum(ids)[None])
+            return [ids]
         parts = paragraphs(text)
         head = self._tokenize_end(parts[0], 0)[:END_PIECES]
         tail = self._tokenize_end(parts[-1], -1)[-END_PIECES:]
-        return self._through(np.stack([self._sum(head), self._sum(tail)]))
+        return [head, tail]
 
     def _tokenize_end(self, paragraph: str, index: int) -> list[int]:
         ids = self._tokenize(paragraph)
@@ -108,17 +122,36 @@ class StaticEncoder:
         ids: list[int] = self._tokenizer.encode(text)
         return ids or [self._tokenizer.unk_id()]
 
-    def _sum(self, ids: list[int]) -> Vectors:
-        """The sentence before the feed-forward net, marks included: one row as wide as it."""
-        packed = self._table[ids]
-        levels = np.empty((len(ids), 2, HALF), np.float32)
-        levels[:, 0], levels[:, 1] = packed & 15, packed >> 4
-        scale = self._scale[ids]
-        # For each group, its scales times its levels, over all pieces at once.
-        grouped = levels.reshape(len(ids), RANK // GROUP, GROUP).transpose(1, 0, 2)
-        sums = np.matmul(scale.T[:, None, :], grouped)[:, 0] - ZERO * scale.sum(0)[:, None]
-        total = sums.reshape(RANK) @ self._basis + len(ids) * self._mean + self._marks
-        return np.asarray(total / np.sqrt(np.float32(len(ids) + 2)), np.float32)
+    def _sums(self, parts: Sequence[list[int]]) -> Vectors:
+        """The sentences before the feed-forward net, marks included: a row each, as wide as it."""
+        counts = np.array([len(ids) for ids in parts], np.float32)[:, None]
+        total = self._coordinates(parts) @ self._basis + counts * self._mean + self._marks
+        return np.asarray(total / np.sqrt(counts + 2), np.float32)
+
+    def _coordinates(self, parts: Sequence[list[int]]) -> Vectors:
+        """The sum of each part's pieces, [parts, RANK]."""
+        sums = np.empty((len(parts), RANK // GROUP, GROUP), np.float32)
+        first = 0
+        while first < len(parts):
+            last = first
+            ids: list[int] = []
+            while last < len(parts) and (not ids or len(ids) + len(parts[last]) <= _AT_ONCE):
+                ids += parts[last]
+                last += 1
+            packed, scale = self._table[ids], self._scale[ids]
+            levels = np.empty((len(ids), RANK), np.float32)
+            levels[:, :HALF], levels[:, HALF:] = packed & 15, packed >> 4
+            # For each group, its scales times its levels, over all pieces of a part at once.
+            grouped = levels.reshape(len(ids), RANK // GROUP, GROUP).transpose(1, 0, 2)
+            scales = scale.T[:, None, :]
+            begin = 0
+            for part in range(first, last):
+                end = begin + len(parts[part])
+                sums[part] = np.matmul(scales[:, :, begin:end], grouped[:, begin:end])[:, 0]
+                sums[part] -= ZERO * scale[begin:end].sum(0)[:, None]
+                begin = end
+            first = last
+        return sums.reshape(len(parts), RANK)
 
     def _through(self, x: Vectors) -> Vectors:
         """The model's feed-forward net from its second layer on (graph.py, `_feed_forward`)."""

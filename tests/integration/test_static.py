@@ -93,6 +93,23 @@ def test_long_text_is_its_first_and_its_last_paragraph(static):
     assert (last @ alone).max() > 0.95
 
 
+def test_texts_together_get_the_vectors_that_each_gets_alone(static):
+    texts = [
+        *TEXTS,
+        "",
+        "x",
+        "你好" * 2_000,
+        "word " * 200,
+        "\ud800 lone",
+        *["many words " * 30] * 20,
+    ]
+    together = static.encode_all(texts)
+    for text, vectors in zip(texts, together, strict=True):
+        alone = static.encode(text)
+        assert vectors.shape == alone.shape
+        np.testing.assert_allclose(vectors, alone, atol=2e-6)
+
+
 def test_second_start_finds_it_and_builds_nothing(files, monkeypatch):
     monkeypatch.setattr(distill, "write_table", lambda *_: pytest.fail("built again"))
     assert distill.ensure_static(CACHE, progress=print) == files == find_static(CACHE)

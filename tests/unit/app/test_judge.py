@@ -30,9 +30,9 @@ class FakeStatic:
         self.table = table
         self.asked = []
 
-    def encode(self, text):
-        self.asked.append(text)
-        return np.asarray([self.table[text]], np.float32)
+    def encode_all(self, texts):
+        self.asked.append(list(texts))
+        return [np.asarray([self.table[text]], np.float32) for text in texts]
 
 
 class FakeIndex:
@@ -43,8 +43,8 @@ class FakeIndex:
         vectors = {"code": np.float32([CODE]), "chat": np.float32([CHAT] * 2)}
         self.index = SemanticIndex(RULES, vectors)
 
-    def scores(self, query):
-        return self.index.scores(query)
+    def scores_all(self, queries):
+        return self.index.scores_all(queries)
 
     def is_decisive(self, scores):
         return max(each.score for each in scores) > self.margin
@@ -165,7 +165,7 @@ def test_without_a_cache_nothing_is_counted():
 
 def test_decisive_static_encoder_spares_the_workers():
     bench = Bench({}, static={"x": CODE}, margin=0.9, cascade=True)
-    assert bench.ask("x") == Scored(FakeIndex(0).scores(np.float32([CODE])))
+    assert bench.ask("x") == Scored(FakeIndex(0).index.scores(np.float32([CODE])))
     assert bench.embed.calls == []
     assert bench.count("pointsman_cascade_total", encoder="static") == 1
 
@@ -249,5 +249,56 @@ def test_decision_by_what_was_known_before_is_not_remembered():
 def test_unfitted_static_encoder_uses_the_thresholds_of_its_own_model():
     rules = [RouteRule("code", ("a",), threshold=0.9), RouteRule("chat", ("b",), threshold=0.9)]
     tier = fit_fast_tier(FakeStatic({"a": CODE, "b": CHAT}), rules, None)
-    scores = FastTier(FakeStatic({"x": CODE}), tier._index).scores("x")
+    tier = FastTier(FakeStatic({"x": CODE}), tier._index)
+    with asyncio.Runner(loop_factory=FrozenLoop) as runner:
+        scores = runner.run(tier.scores("x"))
     assert [each.threshold for each in scores] == [THRESHOLD_FEW] * 2
+
+
+def test_prompts_of_one_turn_are_scored_together_each_by_its_own_words():
+    static = FakeStatic({"a": CODE, "b": CHAT, "c": NOWHERE})
+    tier = FastTier(static, FakeIndex(2.0))
+
+    async def scenario():
+        together = await asyncio.gather(*(tier.scores(text) for text in ("a", "b", "c")))
+        return [*together, await tier.scores("b")]
+
+    with asyncio.Runner(loop_factory=FrozenLoop) as runner:
+        a, b, c, again = runner.run(scenario())
+    assert static.asked == [["a", "b", "c"], ["b"]]
+    wanted = [FakeIndex(0).index.scores(np.float32([each])) for each in (CODE, CHAT, NOWHERE)]
+    assert [a, b, c] == wanted
+    assert again == b
+
+
+def test_prompt_whose_caller_leaves_within_the_turn_is_not_scored():
+    static = FakeStatic({"b": CHAT})
+    tier = FastTier(static, FakeIndex(2.0))
+
+    async def scenario():
+        alone = asyncio.ensure_future(tier.scores("gone"))
+        await asyncio.sleep(0)
+        alone.cancel()
+        await asyncio.gather(alone, return_exceptions=True)
+        leaving, staying = (asyncio.ensure_future(tier.scores(text)) for text in ("gone", "b"))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        return await staying
+
+    with asyncio.Runner(loop_factory=FrozenLoop) as runner:
+        assert best(Scored(runner.run(scenario()))) == "chat"
+    assert static.asked == [["b"]]
+
+
+def test_fault_of_the_static_encoder_reaches_every_caller_of_that_turn_and_no_later_one():
+    static = FakeStatic({"a": CODE})
+    tier = FastTier(static, FakeIndex(2.0))
+
+    async def scenario():
+        first = await asyncio.gather(tier.scores("a"), tier.scores("?"), return_exceptions=True)
+        return first, await tier.scores("a")
+
+    with asyncio.Runner(loop_factory=FrozenLoop) as runner:
+        failed, later = runner.run(scenario())
+    assert [type(each) for each in failed] == [KeyError, KeyError]
+    assert best(Scored(later)) == "code"

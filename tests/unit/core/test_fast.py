@@ -19,6 +19,12 @@ def unit(vectors):
     return (vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)).astype(np.float32)
 
 
+def of(index, query):
+    """The scores of one query."""
+    (scores,) = index.scores_all([query])
+    return scores
+
+
 class World:
     """Clustered utterances by a full encoder, and by a static one that sees them through noise."""
 
@@ -49,14 +55,14 @@ def joined(kind):
 
 def test_the_same_encoder_keeps_its_thresholds():
     world = World(noise=0)
-    scores = world.index().scores(world.draw(0))
+    scores = of(world.index(), world.draw(0))
     expected = SemanticIndex(world.rules, joined(world.full)).scores(world.draw(0))
     assert [each.threshold for each in scores] == pytest.approx([e.threshold for e in expected])
 
 
 def test_thresholds_follow_an_encoder_whose_scores_are_lower():
     world = World(noise=0.15)
-    (first, *_) = world.index().scores(world.draw(0))
+    (first, *_) = of(world.index(), world.draw(0))
     assert first.threshold < world.rules[0].effective_threshold - 0.01
 
 
@@ -68,7 +74,7 @@ def test_what_the_full_index_admits_is_admitted(seed):
     for number in range(200):
         vector = world.draw(number % ROUTES)
         wanted = decide_by_scores(full.scores(vector), default="").route
-        alike += decide_by_scores(fast.scores(world.seen(vector)), default="").route == wanted
+        alike += decide_by_scores(of(fast, world.seen(vector)), default="").route == wanted
     assert alike >= 180
 
 
@@ -80,7 +86,7 @@ def test_decisive_margins_agree_with_the_full_index(noise, seed):
     decisive = alike = 0
     for number in range(400):
         vector = unit(world.draw(number % ROUTES) + world.dice.normal(size=(1, WIDTH), scale=0.2))
-        scores = fast.scores(world.seen(vector))
+        scores = of(fast, world.seen(vector))
         if fast.is_decisive(scores):
             decisive += 1
             wanted = decide_by_scores(full.scores(vector), default="").route
@@ -99,14 +105,14 @@ def test_few_utterances_are_never_decisive_and_keep_their_thresholds():
     world = World(noise=0.1, each=4)
     index = world.index()
     assert index.margin == math.inf
-    scores = index.scores(world.fast["r0"][0])
+    scores = of(index, world.fast["r0"][0])
     assert not index.is_decisive(scores)
     assert {each.threshold for each in scores} == {world.rules[0].effective_threshold}
 
 
 def test_no_utterances_give_no_scores_and_decide_nothing():
     index = FastIndex([RouteRule("bare")], full={}, fast={})
-    assert index.scores(np.ones((1, 4), np.float32)) == ()
+    assert of(index, np.ones((1, 4), np.float32)) == ()
     assert not index.is_decisive(())
 
 
@@ -116,7 +122,7 @@ def test_an_only_utterance_and_long_ones_are_fitted_too():
     both = np.concatenate([world.draw(0), world.draw(1)])
     full = world.full | {"one": [both]}
     index = FastIndex(rules, full=full, fast=world.fast | {"one": [world.seen(both)[:1]]})
-    assert len(index.scores(world.draw(0))) == ROUTES + 1
+    assert len(of(index, world.draw(0))) == ROUTES + 1
 
 
 @pytest.mark.parametrize(
