@@ -16,7 +16,7 @@ import numpy as np
 from extproc.app.advice import on_thresholds
 from extproc.app.judge import EmbedFully
 from extproc.app.plan import needs_encoder
-from extproc.config import Config, Encoder, Route
+from extproc.config import Config, Encoder, Route, Unfit, env_secret
 from extproc.core.errors import RouteReason
 from extproc.core.exchange import Embedded, NotEmbedded
 from extproc.core.fast import Utterances
@@ -231,11 +231,15 @@ def _key(encoder: Encoder, environ: Mapping[str, str]) -> str | None:
     """The key itself, read late: the configuration holds its variable's name only."""
     if encoder.api_key_env is None:
         return None
-    key = environ.get(encoder.api_key_env)
-    if not key:
+    where = "[router.encoder] api_key_env"
+    try:
+        key = env_secret(encoder.api_key_env, environ)
+    except Unfit as unfit:
+        raise ModelError(f"{where}: {unfit.problem}; {unfit.mend}") from None
+    if key is None:
+        variable = encoder.api_key_env
         raise ModelError(
-            f"[router.encoder] api_key_env: the environment variable {encoder.api_key_env} is not "
-            f"set; export {encoder.api_key_env}"
+            f"{where}: the environment variable {variable} is not set; export {variable}"
         )
     return key
 

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, disable_creat
 
 from extproc.app.board import Board
 from extproc.app.embedding import Embedding, Learned, running_embedding, worker_count
-from extproc.app.envoy_files import KeyKeeper
+from extproc.app.envoy_files import KeyKeeper, key_files
 from extproc.app.judge import Encodes, Judge, build_static, fit_fast_tier, open_static
 from extproc.app.plan import compile_plan, needs_encoder, scored_rules
 from extproc.config import Config
@@ -201,12 +201,12 @@ async def _serving_ours(
         max_body_bytes=config.server.max_body_bytes,
     )
     await server.start()
-    keeper = _keep_keys(config, metrics)
+    keepers = _keep_keys(config, metrics)
     reconciler.start()
     try:
         yield
     finally:
-        if keeper is not None:
+        for keeper in keepers:
             await _cancel(keeper)
         await server.drain(DRAIN_S)
         await reconciler.aclose()
@@ -241,12 +241,14 @@ async def _serving_foreign(
         await server.drain(DRAIN_S)
 
 
-def _keep_keys(config: Config, metrics: Metrics) -> asyncio.Task[None] | None:
-    auth = config.server.auth
-    if auth is None:
-        return None
-    keeper = KeyKeeper(auth.keys_file, config.run_dir, told=lambda ok: metrics.keys_reloaded(ok=ok))
-    return asyncio.create_task(keeper.run())
+def _keep_keys(config: Config, metrics: Metrics) -> list[asyncio.Task[None]]:
+    def told(ok: bool) -> None:  # noqa: FBT001  a callback
+        metrics.keys_reloaded(ok=ok)
+
+    keepers = [
+        KeyKeeper(file, told) if file.is_clients else KeyKeeper(file) for file in key_files(config)
+    ]
+    return [asyncio.create_task(keeper.run()) for keeper in keepers]
 
 
 def _traces(config: Config) -> Traces | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from time import gmtime, strftime
 from typing import Final, NamedTuple
 
-from extproc.config.values import Unfit
+from extproc.config.values import Unfit, secret
 
 MIN_KEY_CHARS: Final = 16
 EXPIRY_WARNING_S: Final = 14 * 86_400.0
@@ -103,17 +103,14 @@ def holds_client_keys(path: str) -> None:
     client_keys(path)
 
 
+def upstream_key(path: str) -> str:
+    """The one key of a file; spaces and line breaks around it do not count. Raise Unfit or OSError."""
+    text = content(path).decode("ascii", "replace")
+    return secret(text.strip(" \t\r\n") or text, "the file")
+
+
 def holds_a_key(path: str) -> None:
-    """Of an upstream: one key, which becomes a header; white space around it does not count."""
-    try:
-        key = content(path).decode("ascii").strip()
-    except UnicodeDecodeError:
-        key = "\N{BULLET}"
-    if not key:
-        raise Unfit("the file is empty", "put the key into it")
-    if not _KEY.fullmatch(key):
-        problem = "the file holds spaces, line breaks or non-ASCII"
-        raise Unfit(problem, "put the key alone into it: it becomes a header")
+    upstream_key(path)
 
 
 def readable(path: str) -> None:

@@ -433,13 +433,12 @@ def _check_secret(table: Table, variable: str | None, environ: Mapping[str, str]
     if variable is None:
         return
     mend = f"export {variable}, or remove api_key_env if the provider needs no key"
-    secret = environ.get(variable)
-    if not secret:
-        how = "not set" if secret is None else "empty"
-        table.fault("api_key_env", f"the environment variable {variable} is {how}", mend)
-    elif not re.fullmatch(r"[!-~]+", secret):
-        problem = f"the environment variable {variable} holds spaces, line breaks or non-ASCII"
-        table.fault("api_key_env", problem, "export the key alone: it becomes a header")
+    try:
+        if v.env_secret(variable, environ) is None:
+            problem = f"the environment variable {variable} is not set"
+            table.fault("api_key_env", problem, mend)
+    except v.Unfit as unfit:
+        table.fault("api_key_env", unfit.problem, unfit.mend)
 
 
 def _routes(root: Table, upstreams: Mapping[str, Upstream]) -> tuple[Route, ...]:

@@ -33,6 +33,7 @@ _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 _SECRET = re.compile(
     r"sk-|AIza|eyJ|Bearer\b|.*(?=[A-Za-z0-9]*[a-z])(?=[A-Za-z0-9]*[0-9])[A-Za-z0-9]{20}", re.DOTALL
 )
+_KEY = re.compile(r"[!-~]+")
 _HEADER_NAME = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 _HEADER_VALUE = re.compile(r"[!-~](?:[ -~]*[!-~])?")
 _STRIPPED = ("x-pointsman-", "x-envoy-")
@@ -317,6 +318,24 @@ def env_name(value: object) -> str:
     if not _ENV_NAME.fullmatch(chosen):
         raise Unfit("is not a legal variable name", mend)
     return chosen
+
+
+def secret(text: str, holder: str) -> str:
+    """A key that becomes a header's value. It is never repeated; its `holder` is named."""
+    if not text.strip():
+        raise Unfit(f"{holder} is {'blank' if text else 'empty'}", "put the key into it")
+    if not _KEY.fullmatch(text):
+        raise Unfit(
+            f"{holder} holds spaces, line breaks, control characters or non-ASCII",
+            "put the key alone into it: it becomes a header",
+        )
+    return text
+
+
+def env_secret(variable: str, environ: Mapping[str, str]) -> str | None:
+    """The key in an environment variable; None: there is no such variable."""
+    text = environ.get(variable)
+    return None if text is None else secret(text, f"the environment variable {variable}")
 
 
 def metric_name(value: object) -> str:

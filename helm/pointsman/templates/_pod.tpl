@@ -36,7 +36,7 @@ seccompProfile: {type: RuntimeDefault}
 {{- if and $values.auth.secret (ne .for "envoy") }}
 - {name: pointsman-auth, mountPath: /etc/pointsman-auth, readOnly: true}
 {{- end }}
-{{- if and $values.apiKeyFiles (ne .for "sidecar") }}
+{{- if and $values.apiKeyFiles (ne .for "envoy") }}
 - {name: pointsman-keys, mountPath: /etc/pointsman-keys, readOnly: true}
 {{- end }}
 {{- end -}}

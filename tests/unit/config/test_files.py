@@ -144,15 +144,19 @@ def test_authorities_must_be_certificates_and_one_of_them_valid(tmp_path, mounte
     ("text", "said"),
     [
         ("", "the file is empty; put the key into it"),
-        ("a b", "the file holds spaces, line breaks or non-ASCII"),
-        ("a\nb", "the file holds spaces, line breaks or non-ASCII"),
-        ("é", "the file holds spaces, line breaks or non-ASCII"),
+        (" \n\t\r\n", "the file is blank; put the key into it"),
+        ("\x00", "the file holds spaces, line breaks, control characters or non-ASCII"),
+        ("hunter2 b", "the file holds spaces, line breaks, control characters or non-ASCII"),
+        ("hunter2\nb", "the file holds spaces, line breaks, control characters or non-ASCII"),
+        ("hunter2\x1f", "the file holds spaces, line breaks, control characters or non-ASCII"),
+        ("hunter2é", "the file holds spaces, line breaks, control characters or non-ASCII"),
     ],
 )
 def test_an_upstreams_key_file_holds_one_key(keys_file, text, said):
     assert look(f'api_key_file = "{keys_file("sk-1" + chr(10))}"') == ([], [])
     (fault,), _ = look(f'api_key_file = "{keys_file(text)}"')
     assert fault.startswith(f"x:4: upstream.a.api_key_file: {said}")
+    assert "hunter2" not in fault
 
 
 def test_files_that_are_not_there_are_faults_where_they_must_be_and_warnings_elsewhere():

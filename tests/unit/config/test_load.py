@@ -232,7 +232,13 @@ def test_key_of_another_table_is_sent_there():
 
 @pytest.mark.parametrize(
     ("secret", "said"),
-    [("", "is empty"), ("two words", "holds spaces"), ("hunter2\n", "holds spaces")],
+    [
+        ("", "is empty"),
+        (" \n", "is blank"),
+        ("two words", "holds spaces"),
+        ("hunter2\n", "holds spaces"),
+        ("hunter2\x7f", "holds spaces, line breaks, control characters"),
+    ],
 )
 def test_key_that_cannot_be_sent(secret, said):
     (fault,) = faults(UPSTREAM + 'api_key_env = "KEY"\n', {"KEY": secret})
