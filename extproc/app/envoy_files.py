@@ -137,7 +137,9 @@ class KeyKeeper:
                 return
             replace(self._target, keys.text)
         except Unfit as unfit:
-            self._refused(f"{unfit.problem}; {unfit.mend}")
+            others = len(unfit.each) - 1
+            more = f", and {others} more: run pointsman check" if others else ""
+            self._refused(f"{unfit.problem}; {unfit.mend}{more}")
         except OSError as error:
             self._refused(f"cannot be read: {error.strerror}")
         else:

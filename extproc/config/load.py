@@ -401,7 +401,8 @@ def _check_files(document: Document, config: Config, files: Files) -> None:
         try:
             warning = judge(file)
         except v.Unfit as unfit:
-            table.fault(key, unfit.problem, unfit.mend)
+            for each in unfit.each:
+                table.fault(key, each.problem, each.mend)
             return False
         except OSError as error:
             problem = f"{quoted(file)} cannot be read: {error.strerror}"
@@ -414,11 +415,14 @@ def _check_files(document: Document, config: Config, files: Files) -> None:
             files.warn(table.noted(key, warning.problem, warning.mend))
         return True
 
-    at: tuple[str, ...] = ("server", "tls")
-    if (tls := config.server.tls) is not None:
+    foreign_tls = config.foreign.tls if config.foreign is not None else None
+    for parent, tls in (("server", config.server.tls), ("extproc", foreign_tls)):
+        if tls is None:
+            continue
+        at: tuple[str, ...] = (parent, "tls")
         cert, key = tls.cert_file, tls.key_file
         has_cert = check(at, "cert_file", cert, f.certificates)
-        if check(at, "key_file", key, f.private_key_of(cert) if has_cert else f.readable):
+        if check(at, "key_file", key, f.private_key_of(cert) if has_cert else f.private_key):
             _ = has_cert and check(at, "cert_file", cert, f.lifetime_with(key, files.now_s))
         check(at, "client_ca_file", tls.client_ca_file, f.authorities_at(files.now_s))
     if (auth := config.server.auth) is not None:
@@ -566,8 +570,10 @@ def _check_encoder(table: Table, router_table: Table, router: Router) -> None:
             if key != "path" and table.given(key):
                 problem = "is of an embeddings service, and there is no url"
                 table.fault(key, problem, "add url, or remove it")
-    elif encoder.deadline_s >= router.deadline_s and (
-        table.fit("deadline") and router_table.fit("deadline")
+    if (
+        table.given("url")
+        and encoder.deadline_s >= router.deadline_s
+        and (table.fit("deadline") and router_table.fit("deadline"))
     ):
         default = "" if table.given("deadline") else ", its default,"
         table.fault(
@@ -580,9 +586,13 @@ def _check_encoder(table: Table, router_table: Table, router: Router) -> None:
 
 def _default_route(root: Table, table: Table, routes: Iterable[Route]) -> str:
     chosen = table.get("default", v.text, _ONLY_ROUTE)
-    names = [route.name for route in routes] or [_ONLY_ROUTE]
-    # A route whose name was refused may well be the one that is meant.
-    if chosen in names or "" in names or not table.fit("default") or not root.fit("route"):
+    names = [route.name for route in routes if route.name]
+    if not root.raw("route"):
+        names = [_ONLY_ROUTE]
+    if chosen in names or not names or not table.fit("default") or not root.fit("route"):
+        return chosen
+    # A route whose name was refused may well be the one that is meant, and so may one without a name.
+    if not {chosen, None}.isdisjoint(_raw_names(root)):
         return chosen
     listed = f"set it to {'one of ' if len(names) > 1 else ''}{', '.join(names)}"
     if table.given("default"):
@@ -592,6 +602,14 @@ def _default_route(root: Table, table: Table, routes: Iterable[Route]) -> str:
         at = None if root.given("router") else ("route", 0)
         table.fault("default", "is missing, and no route is called default", listed, at=at)
     return chosen
+
+
+def _raw_names(root: Table) -> Iterable[str | None]:
+    """Of the routes, as they stand in the file."""
+    raw = root.raw("route")
+    for each in raw if isinstance(raw, list) else ():
+        name = each.get("name") if isinstance(each, dict) else None
+        yield name if isinstance(name, str) else None
 
 
 def _aliases(table: Table, upstreams: Mapping[str, Upstream]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ in the wrong place (env names, URLs) is never repeated there.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from ipaddress import IPv6Address, ip_address
@@ -57,12 +57,21 @@ _KINDS: Final[Mapping[type, str]] = {
 
 
 class Unfit(Exception):  # noqa: N818  it judges a value; of a file read again, others see it too
-    """A value that its key cannot take, or a file that cannot serve."""
+    """A value that its key cannot take, or a file that cannot serve. `each`: this, and what else is wrong
+    with it.
+    """
 
-    def __init__(self, problem: str, mend: str) -> None:
+    def __init__(self, problem: str, mend: str, *others: Unfit) -> None:
         super().__init__(problem)
         self.problem = problem
         self.mend = mend
+        self.each: tuple[Unfit, ...] = (self, *others)
+
+    @classmethod
+    def of(cls, found: Sequence[Unfit]) -> Unfit:
+        """All of `found`, which are some, as one."""
+        first, *others = found
+        return cls(first.problem, first.mend, *others)
 
 
 def kind(value: object) -> str:
@@ -273,22 +282,32 @@ def headers(claims: dict[str, str], claim: str) -> Reader[tuple[tuple[str, str],
     def read(value: object) -> tuple[tuple[str, str], ...]:
         if not isinstance(value, dict):
             raise Unfit(f"is {kind(value)}, not a table", mend)
-        pairs = tuple((_header_name(name), each) for name, each in value.items())
-        for name, each in pairs:
-            if not isinstance(each, str):
-                problem = f"{quoted(name)} is {kind(each)}, not a string"
-                raise Unfit(problem, 'write its value, or "*" for any')
-            if not _HEADER_VALUE.fullmatch(each):
-                raise Unfit(
-                    f"{quoted(name)} has a value that no header can have",
-                    "write visible ASCII, with spaces inside it only",
-                )
-            pair = f"{name}: {each}"
-            if pair in claims:
-                problem = f"{quoted(name)} with this value is already {claims[pair]}"
-                raise Unfit(problem, "keep it in one place")
-            claims[pair] = claim
-        return pairs
+        pairs, found = [], []
+        for name, each in value.items():
+            try:
+                pairs.append(pair(name, each))
+            except Unfit as unfit:
+                found.append(unfit)
+        if found:
+            raise Unfit.of(found)
+        return tuple(pairs)
+
+    def pair(name: str, value: object) -> tuple[str, str]:
+        lower = _header_name(name)
+        if not isinstance(value, str):
+            problem = f"{quoted(lower)} is {kind(value)}, not a string"
+            raise Unfit(problem, 'write its value, or "*" for any')
+        if not _HEADER_VALUE.fullmatch(value):
+            raise Unfit(
+                f"{quoted(lower)} has a value that no header can have",
+                "write visible ASCII, with spaces inside it only",
+            )
+        line = f"{lower}: {value}"
+        if line in claims:
+            problem = f"{quoted(lower)} with this value is already {claims[line]}"
+            raise Unfit(problem, "keep it in one place")
+        claims[line] = claim
+        return lower, value
 
     return read
 

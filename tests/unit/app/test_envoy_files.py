@@ -79,7 +79,7 @@ def test_a_change_is_taken_once_it_has_settled(tmp_path, keeper):
     assert told == [True]
 
 
-@pytest.mark.parametrize("text", ["", "team-a short\n", None])
+@pytest.mark.parametrize("text", ["", "team-a short\n", "a short\nb short\n", None])
 def test_a_bad_file_changes_nothing_is_told_once_and_shows_no_key(tmp_path, keeper, text, caplog):
     keeper, told = keeper
     if text is None:

@@ -51,6 +51,25 @@ def test_bad_keys_name_the_line_and_never_the_key(keys_file, text, problem):
     assert KEY[:15] not in caught.value.problem + caught.value.mend
 
 
+def test_every_bad_line_of_a_keys_file_is_told_at_once(keys_file):
+    text = f"{KEY}\na {KEY}\nb short\nc {KEY}\n"
+    faults, _ = look(f'[server.auth]\nkeys_file = "{keys_file(text)}"\n')
+    said = [fault.partition("keys_file: ")[2].partition(";")[0] for fault in faults]
+    assert said == [
+        "line 1 of the file has one word",
+        "line 3 of the file has a key of 5 characters",
+        "line 4 of the file has the key of line 2",
+    ]
+
+
+def test_a_file_of_another_kind_does_not_fill_the_screen(keys_file):
+    faults, _ = look(f'[server.auth]\nkeys_file = "{keys_file("x" + chr(10) * 2 + "y" * 9)}"\n')
+    assert len(faults) == 2
+    faults, _ = look(f'[server.auth]\nkeys_file = "{keys_file(("x" + chr(10)) * 500)}"\n')
+    assert len(faults) == 11
+    assert "490 more lines of the file are unfit" in faults[-1]
+
+
 def test_a_key_is_in_no_repr(keys_file):
     assert KEY not in repr(client_keys(keys_file(f"a {KEY}")))
 
@@ -128,6 +147,24 @@ def test_what_is_no_pem_is_a_fault(mounted, file, said):
     (fault,), _ = look(tls(mounted), now_s=now())
     assert fault.startswith(said)
     assert "hunter2" not in fault
+
+
+def test_certificate_and_key_are_both_judged_though_neither_is_fit(mounted):
+    for each in (mounted.cert, mounted.key):
+        each.write_text("hunter2")
+    faults, _ = look(tls(mounted), now_s=now())
+    assert [fault.split(": ")[1] for fault in faults] == [
+        "server.tls.cert_file",
+        "server.tls.key_file",
+    ]
+
+
+def test_files_for_another_envoy_are_judged_as_well(mounted, authority):
+    text = '[extproc]\nlisten = ":9002"\n' + tls(mounted).replace("server", "extproc")
+    assert look(text, now_s=now()) == ([], [])
+    mounted.replace(authority.issue(ends_in=timedelta(days=-1)))
+    (fault,), _ = look(text, now_s=now())
+    assert fault.startswith("x:7: extproc.tls.cert_file: the certificate expired on ")
 
 
 def test_authorities_must_be_certificates_and_one_of_them_valid(tmp_path, mounted, authority):
