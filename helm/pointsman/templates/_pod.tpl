@@ -18,7 +18,7 @@ capabilities: {drop: [ALL]}
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 
-{{/* Envoy sends the keys; `pointsman check` and the sidecar only look whether they are set. */}}
+{{/* Envoy sends the keys; `pointsman check` and the sidecar only look at them, and the sidecar wants them set. */}}
 {{- define "pointsman.env" -}}
 {{- range $name, $from := .Values.apiKeys }}
 - name: {{ $name | quote }}

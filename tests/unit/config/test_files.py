@@ -218,6 +218,34 @@ def test_files_that_are_not_there_are_faults_where_they_must_be_and_warnings_els
     assert all("what is in it was not checked" in each for each in warnings)
 
 
+def test_a_variable_that_is_not_set_is_a_fault_where_it_serves_and_a_warning_elsewhere():
+    text = UPSTREAM + (
+        'api_key_env = "OWN"\n[router.encoder]\nurl = "http://e.example/v1"\napi_key_env = "ITS"\n'
+    )
+
+    def checked(environ, **insist):
+        told = []
+        files = Files(now_s=NOW_S, warn=lambda fault: told.append(str(fault)), **insist)
+        try:
+            parse(text, file="x", environ=environ, files=files)
+        except ConfigError as error:
+            return [str(fault).partition(";")[0] for fault in error.faults], told
+        return [], told
+
+    unset = [
+        "x:4: upstream.a.api_key_env: the environment variable OWN is not set",
+        "x:7: router.encoder.api_key_env: the environment variable ITS is not set",
+    ]
+    assert checked({}) == (unset, [])
+    faults, warnings = checked({}, insist=False)
+    assert faults == []
+    assert [each.partition(";")[0] for each in warnings] == unset
+    assert all("does not start without it" in each for each in warnings)
+    # What is set is judged everywhere: a CI job's missing secret is often an empty one.
+    (fault,), _ = checked({"OWN": " ", "ITS": "k"}, insist=False)
+    assert "the environment variable OWN is blank" in fault
+
+
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
     """Opening one for reading waits for a writer: the look for new keys would stand still for ever."""
     pipe = tmp_path / "keys"
