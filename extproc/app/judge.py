@@ -77,6 +77,11 @@ class Judge:
     def has_fast_tier(self) -> bool:
         return self._fast is not None
 
+    @property
+    def rules(self) -> Sequence[RouteRule]:
+        """Those that are scored, with the thresholds that they are scored by."""
+        return self._index.rules
+
     def use(self, fast: FastTier) -> None:
         self._fast = fast
         self._metrics.static_encoder_ready()
