@@ -22,6 +22,7 @@ from extproc.core.exchange import Embedded, NotEmbedded
 from extproc.core.fast import Utterances
 from extproc.core.routing import Vectors
 from extproc.embedding.batch import Budget
+from extproc.embedding.cache import in_use
 from extproc.embedding.cores import default_workers
 from extproc.embedding.model import ModelError, default_cache_dir, ensure_model
 from extproc.embedding.pool import Crew, Pool, PoolEvents
@@ -151,22 +152,23 @@ async def _workers(
     )
     workers = worker_count(config)
     pool = Pool(files, workers=workers, queue=config.router.queue, events=events)
-    await pool.start()
-    try:
-        texts = [text for route in routes for text in route.utterances]
-        each = _by_route(routes, await pool.embed_many(texts))
-        progress(
-            f"{workers} worker(s) warm, {len(texts)} utterances of {len(routes)} routes embedded"
-        )
+    with in_use(files.onnx):  # by workers yet to be started, too
+        await pool.start()
+        try:
+            texts = [text for route in routes for text in route.utterances]
+            each = _by_route(routes, await pool.embed_many(texts))
+            progress(
+                f"{workers} worker(s) warm, {len(texts)} utterances of {len(routes)} routes embedded"
+            )
 
-        async def embed(text: str, deadline: float) -> Embedded | NotEmbedded:
-            return _told(await pool.embed(text, deadline=deadline))
+            async def embed(text: str, deadline: float) -> Embedded | NotEmbedded:
+                return _told(await pool.embed(text, deadline=deadline))
 
-        yield Embedding(
-            embed, parallel=workers, learned=Learned(each, files.digest), crew=pool.crew
-        )
-    finally:
-        await pool.aclose()
+            yield Embedding(
+                embed, parallel=workers, learned=Learned(each, files.digest), crew=pool.crew
+            )
+        finally:
+            await pool.aclose()
 
 
 @asynccontextmanager
