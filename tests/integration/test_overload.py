@@ -26,7 +26,6 @@ from extproc.app.serve import running_sidecar
 from extproc.config import load
 from extproc.core.errors import RouteReason
 from extproc.core.exchange import Exchange, NeedEmbedding, RequestBody, RequestHeaders
-from extproc.core.routing import RouteRule
 from extproc.demo import DEMO_CONFIG
 from extproc.embedding.distill import ensure_static
 from extproc.embedding.model import default_cache_dir, ensure_model
@@ -69,8 +68,8 @@ class Gateway:
         self.plan = compile_plan(config, embedding.utterances)
         self.judge = Judge(embedding.embed, self.plan.index, metrics, cascade=config.router.cascade)
         if static:
-            rules = [RouteRule(each.name, each.utterances) for each in config.routes]
-            self.judge.use(fit_fast_tier(open_static(CACHE), rules, embedding.each))
+            encoder = open_static(CACHE)
+            self.judge.use(fit_fast_tier(encoder, self.judge.rules, embedding.each))
 
     async def decide(self, text, *, within_s):
         exchange = Exchange(self.plan)
