@@ -52,6 +52,7 @@ bench: install $(BENCH_VENV)/.installed
 	$(BIN)/python bench/burst.py --rounds $(ROUNDS)
 	$(BIN)/python bench/remote.py --rounds $(ROUNDS)
 	$(BIN)/python bench/overload.py
+	$(BIN)/python bench/order.py
 	$(BIN)/python bench/flood.py
 	$(BIN)/python bench/accuracy.py
 	$(BIN)/python bench/breaker.py

@@ -43,7 +43,6 @@ from extproc.core.exchange import (
     RequestBody,
     RequestHeaders,
 )
-from extproc.core.routing import RouteRule
 from extproc.embedding.distill import ensure_static
 from extproc.embedding.model import default_cache_dir
 from extproc.metrics import Metrics
@@ -106,8 +105,7 @@ def judge_for(
     judge = Judge(embedding.embed, plan.index, metrics, cascade=fast and config.router.cascade)
     encoder = open_static(default_cache_dir(os.environ))
     if fast and encoder is not None:
-        rules = [RouteRule(each.name, each.utterances) for each in config.routes if each.utterances]
-        judge.use(fit_fast_tier(encoder, rules, embedding.each))
+        judge.use(fit_fast_tier(encoder, judge.rules, embedding.each))
     return judge
 
 

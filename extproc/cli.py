@@ -101,8 +101,9 @@ def _parser() -> argparse.ArgumentParser:
         "check",
         help="validate a configuration",
         description="Print one line per fault: file, line, key, what is wrong, how to mend it. "
-        "Exit 0 when there is none, 2 otherwise. Certificates and key files are judged where they "
-        "can be read; where not, a warning says so.",
+        "Exit 0 when there is none, 2 otherwise. Certificates, key files and environment variables "
+        "with keys are judged where they are there; where not, a warning says so: this need not be the "
+        "machine that serves.",
     )
     check.add_argument("file", type=Path, metavar="FILE")
     check.set_defaults(run=_check)
@@ -363,7 +364,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from extproc.config import ConfigError, load
 
     try:
-        # A laptop or CI need not have the certificates; what is there is judged.
+        # A laptop or CI need not have certificates and keys; what is there is judged.
         config = load(arguments.file, environ=os.environ, files=_files(insist=False))
     except ConfigError as error:
         return _report_faults(error)

@@ -19,7 +19,7 @@ from typing import Final
 
 import aiohttp
 
-from extproc.config import Address, Config, load, parse
+from extproc.config import Address, Config, Unfit, env_secret, load, parse
 from extproc.demo import DEMO_CONFIG, demo_argv
 from extproc.drill.events import Event
 from extproc.drill.expectations import expectations
@@ -98,8 +98,12 @@ def drill(options: Options, *, show: Callable[[str], None]) -> list[Report]:
 def _key(variable: str | None) -> str | None:
     if variable is None:
         return None
-    if not (key := os.environ.get(variable)):
-        raise PlanError(f"the environment variable {variable} is not set, or empty")
+    try:
+        key = env_secret(variable, os.environ)
+    except Unfit as unfit:
+        raise PlanError(f"{unfit.problem}; {unfit.mend}") from None
+    if key is None:
+        raise PlanError(f"the environment variable {variable} is not set")
     return key
 
 

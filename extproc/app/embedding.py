@@ -16,12 +16,13 @@ import numpy as np
 from extproc.app.advice import on_thresholds
 from extproc.app.judge import EmbedFully
 from extproc.app.plan import needs_encoder
-from extproc.config import Config, Encoder, Route
+from extproc.config import Config, Encoder, Route, Unfit, env_secret
 from extproc.core.errors import RouteReason
 from extproc.core.exchange import Embedded, NotEmbedded
 from extproc.core.fast import Utterances
 from extproc.core.routing import Vectors
 from extproc.embedding.batch import Budget
+from extproc.embedding.cache import in_use
 from extproc.embedding.cores import default_workers
 from extproc.embedding.model import ModelError, default_cache_dir, ensure_model
 from extproc.embedding.pool import Crew, Pool, PoolEvents
@@ -151,22 +152,23 @@ async def _workers(
     )
     workers = worker_count(config)
     pool = Pool(files, workers=workers, queue=config.router.queue, events=events)
-    await pool.start()
-    try:
-        texts = [text for route in routes for text in route.utterances]
-        each = _by_route(routes, await pool.embed_many(texts))
-        progress(
-            f"{workers} worker(s) warm, {len(texts)} utterances of {len(routes)} routes embedded"
-        )
+    with in_use(files.onnx):  # by workers yet to be started, too
+        await pool.start()
+        try:
+            texts = [text for route in routes for text in route.utterances]
+            each = _by_route(routes, await pool.embed_many(texts))
+            progress(
+                f"{workers} worker(s) warm, {len(texts)} utterances of {len(routes)} routes embedded"
+            )
 
-        async def embed(text: str, deadline: float) -> Embedded | NotEmbedded:
-            return _told(await pool.embed(text, deadline=deadline))
+            async def embed(text: str, deadline: float) -> Embedded | NotEmbedded:
+                return _told(await pool.embed(text, deadline=deadline))
 
-        yield Embedding(
-            embed, parallel=workers, learned=Learned(each, files.digest), crew=pool.crew
-        )
-    finally:
-        await pool.aclose()
+            yield Embedding(
+                embed, parallel=workers, learned=Learned(each, files.digest), crew=pool.crew
+            )
+        finally:
+            await pool.aclose()
 
 
 @asynccontextmanager
@@ -231,11 +233,15 @@ def _key(encoder: Encoder, environ: Mapping[str, str]) -> str | None:
     """The key itself, read late: the configuration holds its variable's name only."""
     if encoder.api_key_env is None:
         return None
-    key = environ.get(encoder.api_key_env)
-    if not key:
+    where = "[router.encoder] api_key_env"
+    try:
+        key = env_secret(encoder.api_key_env, environ)
+    except Unfit as unfit:
+        raise ModelError(f"{where}: {unfit.problem}; {unfit.mend}") from None
+    if key is None:
+        variable = encoder.api_key_env
         raise ModelError(
-            f"[router.encoder] api_key_env: the environment variable {encoder.api_key_env} is not "
-            f"set; export {encoder.api_key_env}"
+            f"{where}: the environment variable {variable} is not set; export {variable}"
         )
     return key
 

@@ -1,4 +1,4 @@
-"""Writes what Envoy reads, and keeps the clients' keys in it current; what is in it, envoyconf says.
+"""Writes what Envoy reads, and keeps the keys in it current; what is in it, envoyconf says.
 
 Each file is replaced as a whole, for Envoy watches for that, and is its owner's alone.
 """
@@ -10,13 +10,14 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-from extproc.config import ClientKey, Config, Unfit, client_keys
-from extproc.envoyconf import render
-from extproc.envoyconf.files import CLIENT_KEYS, files
-from extproc.envoyconf.files import client_keys as keys_document
+from extproc import envoyconf
+from extproc.config import Config, Unfit, Upstream, client_keys, upstream_key
+from extproc.envoyconf import files
 
 LOOK_EVERY_S: Final = 1.0
 BOOTSTRAP: Final = "envoy.yaml"
@@ -33,12 +34,58 @@ def install(config: Config) -> Path:
     """
     folder = Path(config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    auth = config.server.auth
-    keys: tuple[ClientKey, ...] = () if auth is None else client_keys(auth.keys_file)
-    for name, text in files(config, keys).items():
+    for name, text in files.files(config).items():
         replace(folder / name, text)
-    replace(folder / BOOTSTRAP, render(config))
+    for each in key_files(config):
+        replace(each.target, each.read().text)
+    replace(folder / BOOTSTRAP, envoyconf.render(config))
     return folder / BOOTSTRAP
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What a key file says: `text` for Envoy, which holds the keys, and `told`, which holds none."""
+
+    text: str
+    told: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFile:
+    """A file with keys that others write, and the one in which Envoy gets them."""
+
+    source: str
+    target: Path
+    read: Callable[[], Keys]
+    """Raises Unfit or OSError."""
+    is_clients: bool
+
+
+def key_files(config: Config) -> list[KeyFile]:
+    folder = Path(config.run_dir)
+    found = []
+    if (auth := config.server.auth) is not None:
+        source = auth.keys_file
+        read = partial(_clients_keys, source)
+        found.append(KeyFile(source, folder / files.CLIENT_KEYS, read, is_clients=True))
+    for upstream in config.upstreams.values():
+        if (path := upstream.api_key_file) is not None:
+            target = folder / files.upstream_key_file(upstream)
+            found.append(
+                KeyFile(path, target, partial(_upstreams_key, upstream, path), is_clients=False)
+            )
+    return found
+
+
+def _clients_keys(source: str) -> Keys:
+    keys = client_keys(source)
+    clients = len({each.client for each in keys})
+    return Keys(files.client_keys(keys), f"{len(keys)} keys of {clients} clients in force")
+
+
+def _upstreams_key(upstream: Upstream, source: str) -> Keys:
+    text = files.upstream_key(upstream, upstream_key(source))
+    return Keys(text, f"the key of upstream {upstream.id} in force")
 
 
 def replace(path: Path, text: str) -> None:
@@ -54,16 +101,17 @@ def replace(path: Path, text: str) -> None:
 
 
 class KeyKeeper:
-    """Publishes the clients' keys again when their file has changed.
+    """Publishes keys again when their file has changed.
 
     Mutable state: the stamps of the file that was last looked at and last taken. A file with faults
     changes nothing: the keys that Envoy has stay good, and so they do while the sidecar is dead.
     """
 
-    def __init__(self, keys_file: str, run_dir: str, told: Callable[[bool], None]) -> None:
+    def __init__(self, file: KeyFile, told: Callable[[bool], None] = lambda _: None) -> None:
         """`told`: of each changed file, whether it was fit."""
-        self._source = keys_file
-        self._target = Path(run_dir) / CLIENT_KEYS
+        self._source = file.source
+        self._target = file.target
+        self._read = file.read
         self._told = told
         self._seen: _Stamp | None = None
         self._taken: _Stamp | None = None
@@ -84,18 +132,18 @@ class KeyKeeper:
             return
         self._taken = stamp
         try:
-            keys = client_keys(self._source)
-            text = keys_document(keys)
-            if self._target.exists() and self._target.read_text(encoding="utf-8") == text:
+            keys = self._read()
+            if self._target.exists() and self._target.read_text(encoding="utf-8") == keys.text:
                 return
-            replace(self._target, text)
+            replace(self._target, keys.text)
         except Unfit as unfit:
-            self._refused(f"{unfit.problem}; {unfit.mend}")
+            others = len(unfit.each) - 1
+            more = f", and {others} more: run pointsman check" if others else ""
+            self._refused(f"{unfit.problem}; {unfit.mend}{more}")
         except OSError as error:
             self._refused(f"cannot be read: {error.strerror}")
         else:
-            clients = len({each.client for each in keys})
-            _log.info("%s: %d keys of %d clients in force", self._source, len(keys), clients)
+            _log.info("%s: %s", self._source, keys.told)
             self._told(True)
 
     def _refused(self, why: str) -> None:

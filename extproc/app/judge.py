@@ -19,6 +19,7 @@ from extproc.core.cache import DecisionCache
 from extproc.core.exchange import Embedded, NotEmbedded, Scored
 from extproc.core.fast import FastIndex, Utterances
 from extproc.core.routing import RouteRule, RouteScore, SemanticIndex, Vectors
+from extproc.embedding.cache import remove_older
 from extproc.embedding.model import ModelError
 from extproc.embedding.static import StaticEncoder, find_static
 from extproc.embedding.text import bound
@@ -101,6 +102,11 @@ class Judge:
     def has_fast_tier(self) -> bool:
         return self._fast is not None
 
+    @property
+    def rules(self) -> Sequence[RouteRule]:
+        """Those that are scored, with the thresholds that they are scored by."""
+        return self._index.rules
+
     def use(self, fast: FastTier) -> None:
         self._fast = fast
         self._metrics.static_encoder_ready()
@@ -157,7 +163,10 @@ def open_static(cache_dir: Path) -> StaticEncoder | None:
     """The static encoder, if its table is there. Blocks for 0.3 s; a useless table is logged."""
     try:
         found = find_static(cache_dir)
-        return None if found is None else StaticEncoder(found)
+        if found is None:
+            return None
+        remove_older(found.table, _log.info)  # one that is mapped stays, for who has mapped it
+        return StaticEncoder(found)
     except ModelError as error:
         _log.warning("no static encoder: %s", error)
         return None

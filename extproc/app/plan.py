@@ -20,15 +20,14 @@ def compile_plan(config: Config, vectors: Mapping[str, Vectors] | None) -> Plan:
         )
         for chain in config.chains()
     }
-    rules = _rules(config, vectors)
     return Plan(
         directory=ModelDirectory(
             aliases=config.router.aliases,
             upstreams={each.id: (each.name, each.model) for each in config.upstreams.values()},
             routes=[route.name for route in config.routes],
         ),
-        signals=SignalTable(rules),
-        index=SemanticIndex(rules, vectors),
+        signals=SignalTable([_rule(route) for route in config.routes]),
+        index=semantic_index(config, vectors),
         default_route=config.router.default,
         unknown_model_takes_default=config.router.unknown_model is UnknownModel.DEFAULT,
         route_chains={route.name: chains[route_chain(route.name)] for route in config.routes},
@@ -37,18 +36,14 @@ def compile_plan(config: Config, vectors: Mapping[str, Vectors] | None) -> Plan:
     )
 
 
-def scored_rules(config: Config, vectors: Mapping[str, Vectors] | None) -> list[RouteRule]:
-    """Of the routes that have utterances."""
-    return [rule for rule in _rules(config, vectors) if rule.utterances]
+def semantic_index(config: Config, vectors: Mapping[str, Vectors] | None) -> SemanticIndex:
+    """`vectors`: see `compile_plan`. Its rules have their thresholds, estimated here and nowhere else."""
+    rules = [_rule(route) for route in config.routes]
+    return SemanticIndex(rules if vectors is None else calibrated(rules, vectors), vectors)
 
 
 def needs_encoder(config: Config) -> bool:
     return any(route.utterances for route in config.routes)
-
-
-def _rules(config: Config, vectors: Mapping[str, Vectors] | None) -> list[RouteRule]:
-    rules = [_rule(route) for route in config.routes]
-    return rules if vectors is None else calibrated(rules, vectors)
 
 
 def _rule(route: Route) -> RouteRule:

@@ -18,14 +18,14 @@ from prometheus_client import CollectorRegistry, ProcessCollector, disable_creat
 
 from extproc.app.board import Board
 from extproc.app.embedding import Embedding, Learned, running_embedding, worker_count
-from extproc.app.envoy_files import KeyKeeper
+from extproc.app.envoy_files import KeyKeeper, key_files
 from extproc.app.judge import Encodes, Judge, build_static, fit_fast_tier, open_static
-from extproc.app.plan import compile_plan, needs_encoder, scored_rules
+from extproc.app.plan import compile_plan, needs_encoder, semantic_index
 from extproc.config import Config
 from extproc.core.cache import DecisionCache, routes_version
 from extproc.core.circuit import GateBank
 from extproc.core.exchange import Plan
-from extproc.core.routing import RouteRule, SemanticIndex
+from extproc.core.routing import RouteRule
 from extproc.core.wire_names import EXPLICIT_ROUTE, RULE
 from extproc.embedding.model import default_cache_dir
 from extproc.embedding.pool import RestartCause, SkipCause
@@ -133,7 +133,7 @@ async def running_sidecar(
             changed = _follow(config, embedding, judge)
             encoder = await fast
             if encoder is not None:
-                await _lend(judge, encoder, config, embedding)
+                await _lend(judge, encoder, embedding)
             decider = Decider(
                 plan=plan,
                 embed=judge,
@@ -201,12 +201,12 @@ async def _serving_ours(
         max_body_bytes=config.server.max_body_bytes,
     )
     await server.start()
-    keeper = _keep_keys(config, metrics)
+    keepers = _keep_keys(config, metrics)
     reconciler.start()
     try:
         yield
     finally:
-        if keeper is not None:
+        for keeper in keepers:
             await _cancel(keeper)
         await server.drain(DRAIN_S)
         await reconciler.aclose()
@@ -241,12 +241,14 @@ async def _serving_foreign(
         await server.drain(DRAIN_S)
 
 
-def _keep_keys(config: Config, metrics: Metrics) -> asyncio.Task[None] | None:
-    auth = config.server.auth
-    if auth is None:
-        return None
-    keeper = KeyKeeper(auth.keys_file, config.run_dir, told=lambda ok: metrics.keys_reloaded(ok=ok))
-    return asyncio.create_task(keeper.run())
+def _keep_keys(config: Config, metrics: Metrics) -> list[asyncio.Task[None]]:
+    def told(ok: bool) -> None:  # noqa: FBT001  a callback
+        metrics.keys_reloaded(ok=ok)
+
+    keepers = [
+        KeyKeeper(file, told) if file.is_clients else KeyKeeper(file) for file in key_files(config)
+    ]
+    return [asyncio.create_task(keeper.run()) for keeper in keepers]
 
 
 def _traces(config: Config) -> Traces | None:
@@ -288,11 +290,7 @@ def _judge(config: Config, embedding: Embedding, plan: Plan, metrics: Metrics) -
         plan.index,
         metrics,
         cascade=config.router.cascade,
-        cache=(
-            _cache(config, scored_rules(config, learned.vectors), learned.digest)
-            if learned
-            else None
-        ),
+        cache=_cache(config, plan.index.rules, learned.digest) if learned else None,
     )
 
 
@@ -301,8 +299,8 @@ def _follow(config: Config, embedding: Embedding, judge: Judge) -> asyncio.Event
     changed = asyncio.Event()
 
     def learned(news: Learned) -> None:
-        rules = scored_rules(config, news.vectors)
-        judge.know(SemanticIndex(rules, news.vectors), _cache(config, rules, news.digest))
+        index = semantic_index(config, news.vectors)
+        judge.know(index, _cache(config, index.rules, news.digest))
         changed.set()
 
     embedding.follow(learned)
@@ -310,14 +308,13 @@ def _follow(config: Config, embedding: Embedding, judge: Judge) -> asyncio.Event
 
 
 def _cache(config: Config, rules: Sequence[RouteRule], digest: str) -> DecisionCache | None:
-    """`rules`: those that are scored; `digest`: of the model that scores them."""
+    """`rules`: those that are scored, with their thresholds; `digest`: of the model that scores them."""
     capacity = config.router.cache
     return DecisionCache(capacity, routes_version(rules, digest)) if capacity else None
 
 
-async def _lend(judge: Judge, encoder: Encodes, config: Config, embedding: Embedding) -> None:
-    rules = scored_rules(config, embedding.utterances)
-    judge.use(await asyncio.to_thread(fit_fast_tier, encoder, rules, embedding.each))
+async def _lend(judge: Judge, encoder: Encodes, embedding: Embedding) -> None:
+    judge.use(await asyncio.to_thread(fit_fast_tier, encoder, judge.rules, embedding.each))
 
 
 async def _supply(
@@ -340,7 +337,7 @@ async def _supply(
         while encoder is not None:
             await changed.wait()
             changed.clear()
-            await _lend(judge, encoder, config, embedding)
+            await _lend(judge, encoder, embedding)
     except Exception:  # noqa: BLE001  the task's boundary: without it, overload is only worse-informed
         _log.exception("no static encoder")
 

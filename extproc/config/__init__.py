@@ -1,6 +1,6 @@
 """One TOML file -> one frozen, validated `Config`."""
 
-from extproc.config.files import ClientKey, client_keys
+from extproc.config.files import ClientKey, client_keys, upstream_key
 from extproc.config.load import ConfigError, Fault, Files, load, parse
 from extproc.config.model import (
     ACCESS_OFF,
@@ -31,7 +31,7 @@ from extproc.config.model import (
     route_chain,
     upstream_chain,
 )
-from extproc.config.values import Unfit
+from extproc.config.values import Unfit, env_secret
 
 __all__ = [
     "ACCESS_OFF",
@@ -65,8 +65,10 @@ __all__ = [
     "UnknownModel",
     "Upstream",
     "client_keys",
+    "env_secret",
     "load",
     "parse",
     "route_chain",
     "upstream_chain",
+    "upstream_key",
 ]

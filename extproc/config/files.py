@@ -15,15 +15,22 @@ from dataclasses import dataclass, field
 from time import gmtime, strftime
 from typing import Final, NamedTuple
 
-from extproc.config.values import Unfit
+from extproc.config.values import Unfit, secret
 
 MIN_KEY_CHARS: Final = 16
 EXPIRY_WARNING_S: Final = 14 * 86_400.0
 
 _MAX_BYTES: Final = 1024 * 1024
 """A bundle with every public CA has a quarter of it."""
+_MAX_TOLD: Final = 10
+"""Lines of a file of clients' keys, one by one."""
 _CLIENT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY: Final = re.compile(r"[!-~]+")
+_PRIVATE_KEY: Final = re.compile(rb"-----BEGIN (?:[A-Z]+ )?PRIVATE KEY-----")
+_NO_KEY: Final = (
+    "the file holds no private key that can be read",
+    "write it in PEM, without a passphrase",
+)
 _X509_V_FLAG_NO_CHECK_TIME: Final = 0x200000
 """Of OpenSSL's x509_vfy.h; Python has no name for it. The dates are compared here."""
 
@@ -59,40 +66,56 @@ def client_keys(path: str) -> tuple[ClientKey, ...]:
     """The keys of a file: on each line a client's id and one key of it; `#` opens a comment.
 
     A client may have several keys, so that one can replace another without a gap. Raise Unfit, whose
-    words name the line and never the key, or OSError.
+    words name each unfit line and never a key, or OSError.
     """
     data = content(path)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise Unfit("the file is not UTF-8", "save it as plain text") from None
-    keys: dict[str, tuple[int, ClientKey]] = {}
+    keys: list[ClientKey] = []
+    lines: dict[str, int] = {}
+    found: list[Unfit] = []
     for number, line in enumerate(text.split("\n"), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        if len(words) > 2 and words[2].startswith("#"):
-            words = words[:2]
-        form = "write the client's id, a space, and the key"
-        if len(words) != 2:
-            raise Unfit(f"line {number} of the file has {_count(words)}", form)
-        client, key = words
-        if not _CLIENT.fullmatch(client):
-            problem = f"line {number} of the file does not begin with a client's id"
-            raise Unfit(problem, f'{form}; ids are up to 64 letters, digits, ".", "_" and "-"')
-        if not _KEY.fullmatch(key):
-            problem = f"line {number} of the file has a key with characters that no header can hold"
-            raise Unfit(problem, "use visible ASCII")
-        if len(key) < MIN_KEY_CHARS:
-            problem = f"line {number} of the file has a key of {len(key)} characters"
-            raise Unfit(problem, f"use {MIN_KEY_CHARS} or more: openssl rand -hex 24")
-        if key in keys:
-            problem = f"line {number} of the file has the key of line {keys[key][0]}"
-            raise Unfit(problem, "give each client a key of its own")
-        keys[key] = (number, ClientKey(client, key))
+        try:
+            keys.append(_client_key(words, number, lines))
+        except Unfit as unfit:
+            found.append(unfit)
+    if len(found) > _MAX_TOLD:  # it is another kind of file, most likely
+        problem = f"{len(found) - _MAX_TOLD} more lines of the file are unfit"
+        found[_MAX_TOLD:] = [Unfit(problem, "mend them alike")]
+    if found:
+        raise Unfit.of(found)
     if not keys:
         raise Unfit("the file holds no key, so nobody could come in", "add a line: CLIENT KEY")
-    return tuple(each for _, each in keys.values())
+    return tuple(keys)
+
+
+def _client_key(words: list[str], number: int, lines: dict[str, int]) -> ClientKey:
+    """Of line `number`; `lines`: where each key stands first."""
+    where = f"line {number} of the file"
+    if len(words) > 2 and words[2].startswith("#"):
+        words = words[:2]
+    form = "write the client's id, a space, and the key"
+    if len(words) != 2:
+        raise Unfit(f"{where} has {_count(words)}", form)
+    client, key = words
+    if not _CLIENT.fullmatch(client):
+        problem = f"{where} does not begin with a client's id"
+        raise Unfit(problem, f'{form}; ids are up to 64 letters, digits, ".", "_" and "-"')
+    if not _KEY.fullmatch(key):
+        problem = f"{where} has a key with characters that no header can hold"
+        raise Unfit(problem, "use visible ASCII")
+    if len(key) < MIN_KEY_CHARS:
+        problem = f"{where} has a key of {len(key)} characters"
+        raise Unfit(problem, f"use {MIN_KEY_CHARS} or more: openssl rand -hex 24")
+    if (first := lines.setdefault(key, number)) != number:
+        problem = f"{where} has the key of line {first}"
+        raise Unfit(problem, "give each client a key of its own")
+    return ClientKey(client, key)
 
 
 def _count(words: list[str]) -> str:
@@ -103,32 +126,31 @@ def holds_client_keys(path: str) -> None:
     client_keys(path)
 
 
+def upstream_key(path: str) -> str:
+    """The one key of a file; spaces and line breaks around it do not count. Raise Unfit or OSError."""
+    text = content(path).decode("ascii", "replace")
+    return secret(text.strip(" \t\r\n") or text, "the file")
+
+
 def holds_a_key(path: str) -> None:
-    """Of an upstream: one key, which becomes a header; white space around it does not count."""
-    try:
-        key = content(path).decode("ascii").strip()
-    except UnicodeDecodeError:
-        key = "\N{BULLET}"
-    if not key:
-        raise Unfit("the file is empty", "put the key into it")
-    if not _KEY.fullmatch(key):
-        problem = "the file holds spaces, line breaks or non-ASCII"
-        raise Unfit(problem, "put the key alone into it: it becomes a header")
-
-
-def readable(path: str) -> None:
-    content(path)
+    upstream_key(path)
 
 
 def certificates(path: str) -> None:
     _trusting(path)
 
 
+def private_key(path: str) -> None:
+    """As far as one can tell without its certificate."""
+    if not _PRIVATE_KEY.search(content(path)):
+        raise Unfit(*_NO_KEY)
+
+
 def private_key_of(cert_path: str) -> Judge:
     """The key of the certificate at `cert_path`, which is fit."""
 
     def judge(path: str) -> None:
-        readable(path)
+        content(path)  # OpenSSL would wait for the writer of a pipe
         _presenting(cert_path, path)
 
     return judge
@@ -206,8 +228,7 @@ def _presenting(cert_path: str, key_path: str) -> ssl.SSLContext:
             raise Unfit(
                 f"the key or its certificate is refused: {reason}", "issue both anew"
             ) from None
-        problem = "the file holds no private key that can be read"
-        raise Unfit(problem, "write it in PEM, without a passphrase") from None
+        raise Unfit(*_NO_KEY) from None
     return context
 
 

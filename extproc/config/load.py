@@ -80,13 +80,15 @@ _SYNTAX_MENDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """How to look at the certificates and keys that a configuration names."""
+    """How to look at the certificates and keys that a configuration names, in files and variables."""
 
     now_s: float
     """Since 1970."""
     warn: Callable[[Fault], None]
     insist: bool = True
-    """Whether a file that cannot be read is a fault; if not, it is only told: a laptop has none."""
+    """Whether a file that cannot be read and a variable that is not set are faults; if not, they are only
+    told: a laptop has none.
+    """
 
 
 def load(
@@ -129,9 +131,11 @@ def parse(
         raise ConfigError([_syntax_fault(error, text, file)]) from None
     document = Document(file, lines)
     root = Table(document, (), "", raw)
-    config = _config(root, environ)
+    config = _config(root)
     if files is not None:
         _check_files(document, config, files)
+    if environ is not None:
+        _check_secrets(document, config, environ, files)
     if not text.strip():
         document.faults = [Fault(file, 1, "file", "is empty", "start from docs/configuration.md")]
     document.refuse_unknown(known_keys())
@@ -144,7 +148,7 @@ def parse(
 def known_keys() -> Known:
     """Every key that a file may hold, by table."""
     document = Document("", Lines({}))
-    _config(Table(document, (), "", {"upstream": {"id": {}}, "route": [{}]}), None)
+    _config(Table(document, (), "", {"upstream": {"id": {}}, "route": [{}]}))
     return document.known()
 
 
@@ -166,19 +170,19 @@ def _syntax_fault(error: Exception, text: str, file: str) -> Fault:
     return Fault(file, line, "syntax", f"not valid TOML {where}: {message}", mend)
 
 
-def _config(root: Table, environ: Mapping[str, str] | None) -> Config:
+def _config(root: Table) -> Config:
     server, admin, metrics, health = (
         root.child(key) for key in ("server", "admin", "metrics", "health")
     )
     read_server = _server(server)
     extproc = root.child("extproc")
     foreign = _foreign(extproc)
-    upstreams = _upstreams(root, read_server, environ, is_foreign=foreign is not None)
+    upstreams = _upstreams(root, read_server, is_foreign=foreign is not None)
     routes = _routes(root, upstreams)
     config = Config(
         upstreams=upstreams,
         routes=routes or (Route(name=_ONLY_ROUTE, upstreams=tuple(upstreams)),),
-        router=_router(root, upstreams, routes, environ),
+        router=_router(root, upstreams, routes),
         server=read_server,
         admin=admin.get("listen", v.address, _DEFAULT.admin),
         metrics=metrics.get("listen", v.address, _DEFAULT.metrics),
@@ -296,9 +300,7 @@ def _refuse_clashes(listeners: Mapping[tuple[Table, str], Address]) -> None:
             table.fault(key, problem, "give one of them another port")
 
 
-def _upstreams(
-    root: Table, server: Server, environ: Mapping[str, str] | None, *, is_foreign: bool
-) -> dict[str, Upstream]:
+def _upstreams(root: Table, server: Server, *, is_foreign: bool) -> dict[str, Upstream]:
     tables = root.children("upstream", "ID", v.name(RULE))
     if not root.raw("upstream") and root.fit("upstream"):
         root.fault("upstream", "is missing", "add [upstream.ID] with base_url and model")
@@ -309,8 +311,6 @@ def _upstreams(
         _check_key_and_ca(table, upstreams[id_])
         if is_foreign:
             _refuse_keys(table)
-        elif environ is not None:
-            _check_secret(table, upstreams[id_].api_key_env, environ)
     return upstreams
 
 
@@ -401,7 +401,8 @@ def _check_files(document: Document, config: Config, files: Files) -> None:
         try:
             warning = judge(file)
         except v.Unfit as unfit:
-            table.fault(key, unfit.problem, unfit.mend)
+            for each in unfit.each:
+                table.fault(key, each.problem, each.mend)
             return False
         except OSError as error:
             problem = f"{quoted(file)} cannot be read: {error.strerror}"
@@ -414,11 +415,14 @@ def _check_files(document: Document, config: Config, files: Files) -> None:
             files.warn(table.noted(key, warning.problem, warning.mend))
         return True
 
-    at: tuple[str, ...] = ("server", "tls")
-    if (tls := config.server.tls) is not None:
+    foreign_tls = config.foreign.tls if config.foreign is not None else None
+    for parent, tls in (("server", config.server.tls), ("extproc", foreign_tls)):
+        if tls is None:
+            continue
+        at: tuple[str, ...] = (parent, "tls")
         cert, key = tls.cert_file, tls.key_file
         has_cert = check(at, "cert_file", cert, f.certificates)
-        if check(at, "key_file", key, f.private_key_of(cert) if has_cert else f.readable):
+        if check(at, "key_file", key, f.private_key_of(cert) if has_cert else f.private_key):
             _ = has_cert and check(at, "cert_file", cert, f.lifetime_with(key, files.now_s))
         check(at, "client_ca_file", tls.client_ca_file, f.authorities_at(files.now_s))
     if (auth := config.server.auth) is not None:
@@ -429,17 +433,31 @@ def _check_files(document: Document, config: Config, files: Files) -> None:
         check(at, "ca_file", upstream.ca_file, f.authorities_at(files.now_s))
 
 
-def _check_secret(table: Table, variable: str | None, environ: Mapping[str, str]) -> None:
-    if variable is None:
-        return
-    mend = f"export {variable}, or remove api_key_env if the provider needs no key"
-    secret = environ.get(variable)
-    if not secret:
-        how = "not set" if secret is None else "empty"
-        table.fault("api_key_env", f"the environment variable {variable} is {how}", mend)
-    elif not re.fullmatch(r"[!-~]+", secret):
-        problem = f"the environment variable {variable} holds spaces, line breaks or non-ASCII"
-        table.fault("api_key_env", problem, "export the key alone: it becomes a header")
+def _check_secrets(
+    document: Document, config: Config, environ: Mapping[str, str], files: Files | None
+) -> None:
+    """What stands in the variables, as far as their names are fit."""
+    tables = {table.path: table for table in document.tables}
+
+    def check(at: tuple[str, ...], variable: str | None) -> None:
+        table = tables.get(at)
+        if variable is None or table is None or not table.fit("api_key_env"):
+            return
+        try:
+            is_set = v.env_secret(variable, environ) is not None
+        except v.Unfit as unfit:
+            table.fault("api_key_env", unfit.problem, unfit.mend)
+            return
+        problem = f"the environment variable {variable} is not set"
+        if not is_set and (files is None or files.insist):
+            mend = f"export {variable}, or remove api_key_env if the provider needs no key"
+            table.fault("api_key_env", problem, mend)
+        elif not is_set and files is not None:
+            files.warn(table.noted("api_key_env", problem, "the gateway does not start without it"))
+
+    for id_, upstream in config.upstreams.items():
+        check(("upstream", id_), upstream.api_key_env)
+    check(("router", "encoder"), config.router.encoder.api_key_env)
 
 
 def _routes(root: Table, upstreams: Mapping[str, Upstream]) -> tuple[Route, ...]:
@@ -516,12 +534,7 @@ def _reference(upstreams: Mapping[str, Upstream]) -> v.Reader[str]:
     return read
 
 
-def _router(
-    root: Table,
-    upstreams: Mapping[str, Upstream],
-    routes: Iterable[Route],
-    environ: Mapping[str, str] | None,
-) -> Router:
+def _router(root: Table, upstreams: Mapping[str, Upstream], routes: Iterable[Route]) -> Router:
     table, default = root.child("router"), _DEFAULT.router
     encoder = table.child("encoder")
     router = Router(
@@ -536,8 +549,6 @@ def _router(
         encoder=_encoder(encoder),
     )
     _check_encoder(encoder, table, router)
-    if environ is not None:
-        _check_secret(encoder, router.encoder.api_key_env, environ)
     return router
 
 
@@ -567,8 +578,10 @@ def _check_encoder(table: Table, router_table: Table, router: Router) -> None:
             if key != "path" and table.given(key):
                 problem = "is of an embeddings service, and there is no url"
                 table.fault(key, problem, "add url, or remove it")
-    elif encoder.deadline_s >= router.deadline_s and (
-        table.fit("deadline") and router_table.fit("deadline")
+    if (
+        table.given("url")
+        and encoder.deadline_s >= router.deadline_s
+        and (table.fit("deadline") and router_table.fit("deadline"))
     ):
         default = "" if table.given("deadline") else ", its default,"
         table.fault(
@@ -581,9 +594,13 @@ def _check_encoder(table: Table, router_table: Table, router: Router) -> None:
 
 def _default_route(root: Table, table: Table, routes: Iterable[Route]) -> str:
     chosen = table.get("default", v.text, _ONLY_ROUTE)
-    names = [route.name for route in routes] or [_ONLY_ROUTE]
-    # A route whose name was refused may well be the one that is meant.
-    if chosen in names or "" in names or not table.fit("default") or not root.fit("route"):
+    names = [route.name for route in routes if route.name]
+    if not root.raw("route"):
+        names = [_ONLY_ROUTE]
+    if chosen in names or not names or not table.fit("default") or not root.fit("route"):
+        return chosen
+    # A route whose name was refused may well be the one that is meant, and so may one without a name.
+    if not {chosen, None}.isdisjoint(_raw_names(root)):
         return chosen
     listed = f"set it to {'one of ' if len(names) > 1 else ''}{', '.join(names)}"
     if table.given("default"):
@@ -593,6 +610,14 @@ def _default_route(root: Table, table: Table, routes: Iterable[Route]) -> str:
         at = None if root.given("router") else ("route", 0)
         table.fault("default", "is missing, and no route is called default", listed, at=at)
     return chosen
+
+
+def _raw_names(root: Table) -> Iterable[str | None]:
+    """Of the routes, as they stand in the file."""
+    raw = root.raw("route")
+    for each in raw if isinstance(raw, list) else ():
+        name = each.get("name") if isinstance(each, dict) else None
+        yield name if isinstance(name, str) else None
 
 
 def _aliases(table: Table, upstreams: Mapping[str, Upstream]) -> tuple[str, ...]:

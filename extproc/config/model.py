@@ -95,7 +95,7 @@ class Upstream:
     model: str
     api_key_env: str | None = None
     api_key_file: str | None = None
-    """The key alone; Envoy reads it again when it changes. Never beside api_key_env."""
+    """The key alone; read again when it changes. Never beside api_key_env."""
     ca_file: str | None = None
     """PEM of the CAs that may have signed its certificate; None: the system's."""
     inference_timeout_s: float = 30.0

@@ -174,7 +174,8 @@ class Table:
             return read(value)
         except Unfit as unfit:
             self._refused.add(key)
-            self._document.fault((*self.path, key, *index), unfit.problem, unfit.mend)
+            for each in unfit.each:
+                self._document.fault((*self.path, key, *index), each.problem, each.mend)
             return stand_in
 
 

@@ -7,7 +7,7 @@ in the wrong place (env names, URLs) is never repeated there.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from ipaddress import IPv6Address, ip_address
@@ -33,6 +33,7 @@ _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 _SECRET = re.compile(
     r"sk-|AIza|eyJ|Bearer\b|.*(?=[A-Za-z0-9]*[a-z])(?=[A-Za-z0-9]*[0-9])[A-Za-z0-9]{20}", re.DOTALL
 )
+_KEY = re.compile(r"[!-~]+")
 _HEADER_NAME = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 _HEADER_VALUE = re.compile(r"[!-~](?:[ -~]*[!-~])?")
 _STRIPPED = ("x-pointsman-", "x-envoy-")
@@ -56,12 +57,21 @@ _KINDS: Final[Mapping[type, str]] = {
 
 
 class Unfit(Exception):  # noqa: N818  it judges a value; of a file read again, others see it too
-    """A value that its key cannot take, or a file that cannot serve."""
+    """A value that its key cannot take, or a file that cannot serve. `each`: this, and what else is wrong
+    with it.
+    """
 
-    def __init__(self, problem: str, mend: str) -> None:
+    def __init__(self, problem: str, mend: str, *others: Unfit) -> None:
         super().__init__(problem)
         self.problem = problem
         self.mend = mend
+        self.each: tuple[Unfit, ...] = (self, *others)
+
+    @classmethod
+    def of(cls, found: Sequence[Unfit]) -> Unfit:
+        """All of `found`, which are some, as one."""
+        first, *others = found
+        return cls(first.problem, first.mend, *others)
 
 
 def kind(value: object) -> str:
@@ -272,22 +282,32 @@ def headers(claims: dict[str, str], claim: str) -> Reader[tuple[tuple[str, str],
     def read(value: object) -> tuple[tuple[str, str], ...]:
         if not isinstance(value, dict):
             raise Unfit(f"is {kind(value)}, not a table", mend)
-        pairs = tuple((_header_name(name), each) for name, each in value.items())
-        for name, each in pairs:
-            if not isinstance(each, str):
-                problem = f"{quoted(name)} is {kind(each)}, not a string"
-                raise Unfit(problem, 'write its value, or "*" for any')
-            if not _HEADER_VALUE.fullmatch(each):
-                raise Unfit(
-                    f"{quoted(name)} has a value that no header can have",
-                    "write visible ASCII, with spaces inside it only",
-                )
-            pair = f"{name}: {each}"
-            if pair in claims:
-                problem = f"{quoted(name)} with this value is already {claims[pair]}"
-                raise Unfit(problem, "keep it in one place")
-            claims[pair] = claim
-        return pairs
+        pairs, found = [], []
+        for name, each in value.items():
+            try:
+                pairs.append(pair(name, each))
+            except Unfit as unfit:
+                found.append(unfit)
+        if found:
+            raise Unfit.of(found)
+        return tuple(pairs)
+
+    def pair(name: str, value: object) -> tuple[str, str]:
+        lower = _header_name(name)
+        if not isinstance(value, str):
+            problem = f"{quoted(lower)} is {kind(value)}, not a string"
+            raise Unfit(problem, 'write its value, or "*" for any')
+        if not _HEADER_VALUE.fullmatch(value):
+            raise Unfit(
+                f"{quoted(lower)} has a value that no header can have",
+                "write visible ASCII, with spaces inside it only",
+            )
+        line = f"{lower}: {value}"
+        if line in claims:
+            problem = f"{quoted(lower)} with this value is already {claims[line]}"
+            raise Unfit(problem, "keep it in one place")
+        claims[line] = claim
+        return lower, value
 
     return read
 
@@ -317,6 +337,24 @@ def env_name(value: object) -> str:
     if not _ENV_NAME.fullmatch(chosen):
         raise Unfit("is not a legal variable name", mend)
     return chosen
+
+
+def secret(text: str, holder: str) -> str:
+    """A key that becomes a header's value. It is never repeated; its `holder` is named."""
+    if not text.strip():
+        raise Unfit(f"{holder} is {'blank' if text else 'empty'}", "put the key into it")
+    if not _KEY.fullmatch(text):
+        raise Unfit(
+            f"{holder} holds spaces, line breaks, control characters or non-ASCII",
+            "put the key alone into it: it becomes a header",
+        )
+    return text
+
+
+def env_secret(variable: str, environ: Mapping[str, str]) -> str | None:
+    """The key in an environment variable; None: there is no such variable."""
+    text = environ.get(variable)
+    return None if text is None else secret(text, f"the environment variable {variable}")
 
 
 def metric_name(value: object) -> str:

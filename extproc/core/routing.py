@@ -87,9 +87,10 @@ class SemanticIndex:
         """`vectors[route]` holds that route's utterances, shape (count, dimension). None: they are not
         known yet, and there are no scores.
         """
-        self._rules = [rule for rule in rules if rule.utterances]
+        self.rules = tuple(rule for rule in rules if rule.utterances)
+        """Those that are scored."""
         self.is_known = vectors is not None
-        blocks = [vectors[rule.name] for rule in self._rules] if vectors is not None else []
+        blocks = [vectors[rule.name] for rule in self.rules] if vectors is not None else []
         self._starts = np.cumsum([0] + [len(block) for block in blocks[:-1]])
         self._routes = len(blocks)
         if blocks:
@@ -99,7 +100,7 @@ class SemanticIndex:
     @property
     def is_empty(self) -> bool:
         """No route has utterances: there is nothing to ask an encoder for."""
-        return not self._rules
+        return not self.rules
 
     def scores(self, query: Vectors) -> tuple[RouteScore, ...]:
         """One score a route with utterances, in the file's order. `query`: (k, dimension)."""
@@ -114,7 +115,7 @@ class SemanticIndex:
         return [
             tuple(
                 RouteScore(rule.name, score, rule.effective_threshold)
-                for rule, score in zip(self._rules, scores, strict=True)
+                for rule, score in zip(self.rules, scores, strict=True)
             )
             for scores in np.maximum.reduceat(blended, starts, axis=1).T.tolist()
         ]

@@ -1,4 +1,9 @@
-"""Files that are built once and kept: lock, scratch, atomic rename, seal; it knows no model."""
+"""Files that are built once and kept: lock, scratch, atomic rename, seal, and the end of older versions;
+it knows no model.
+
+A file's name is KIND-SOURCE-vN.SUFFIX: what it is, twelve digits of what it was made from, and the
+version of its maker, which only grows.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,6 +21,8 @@ from typing import Final
 import msgspec
 
 _SEAL_SUFFIX: Final = ".json"
+_LOCK_SUFFIX: Final = ".lock"
+_NAME: Final = re.compile(r"([a-z0-9-]+)-[0-9a-f]{12}((?:-[a-z0-9]+)?)-v([0-9]{1,6})(\.[a-z]+)")
 
 Progress = Callable[[str], None]
 
@@ -49,7 +57,7 @@ def intact_digest(path: Path) -> str | None:
 def locked(path: Path, progress: Progress) -> Iterator[None]:
     """One builder of `path` at a time; the kernel frees the lock of one that dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("wb") as file:
+    with path.with_suffix(_LOCK_SUFFIX).open("wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -71,6 +79,50 @@ def build_into(path: Path, build: Callable[[Path], None]) -> str:
         _publish(built, path)
         _publish(seal, path.with_suffix(_SEAL_SUFFIX))
     return digest
+
+
+@contextlib.contextmanager
+def in_use(path: Path) -> Iterator[None]:
+    """Meanwhile `remove_older` of a newer version leaves it, for who opens it by name again."""
+    with path.open("rb") as file:
+        with contextlib.suppress(OSError):  # not every file system can lock
+            fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+
+
+def remove_older(path: Path, progress: Progress) -> None:
+    """Remove what lower versions than `path` left beside it, but for what is in use or being built."""
+    newest = _NAME.fullmatch(path.name)
+    assert newest is not None
+    gone_bytes = []
+    with contextlib.suppress(OSError):  # an image's folder is read-only
+        for old in sorted(path.parent.iterdir()):
+            found = _NAME.fullmatch(old.name)
+            if (
+                found is not None
+                and found.group(1, 2, 4) == newest.group(1, 2, 4)
+                and int(found[3]) < int(newest[3])
+                and (size_bytes := _remove(old)) is not None
+            ):
+                gone_bytes.append(size_bytes)
+    if gone_bytes:
+        what = f"{len(gone_bytes)} file{'s' if len(gone_bytes) > 1 else ''}"
+        freed = f"{sum(gone_bytes) / 1e6:.0f} MB"
+        progress(f"removed {what} that an older version had built in {path.parent} ({freed})")
+
+
+def _remove(path: Path) -> int | None:
+    """Its size in bytes; None: somebody has it."""
+    with path.open("rb") as file, path.with_suffix(_LOCK_SUFFIX).open("ab") as lock:
+        try:
+            for each in (file, lock):
+                fcntl.flock(each, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        size_bytes = os.fstat(file.fileno()).st_size
+        for suffix in (_SEAL_SUFFIX, path.suffix, _LOCK_SUFFIX):
+            path.with_suffix(suffix).unlink(missing_ok=True)
+    return size_bytes
 
 
 def _publish(source: Path, target: Path) -> None:

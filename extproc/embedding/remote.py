@@ -181,7 +181,7 @@ class Remote:
     def _ready(self) -> bool:
         return self._known is not None and self._bank.state(_ID, self._loop.time()) is State.CLOSED
 
-    def _expected_s(self) -> float:
+    def _expected_s(self, _: Work) -> float:
         """Until one more entry would be done. While a call is free, nobody is refused: so a mean that
         one stall has spoilt mends itself.
         """

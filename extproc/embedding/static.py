@@ -24,7 +24,8 @@ from extproc.embedding.model import ModelError, default_tokenizer, default_versi
 from extproc.embedding.text import lines, paragraphs
 
 _VERSION: Final = 2
-"""Raise it with every change here or in distill.py that changes a result: caches are keyed by it."""
+"""Raise it with every change here or in distill.py that changes a result, and with the weights: caches are
+keyed by it, and lower ones are removed."""
 
 MAX_CHARS: Final = 1_200
 """Both ends of a longer text are cut to half of it: whatever they hold, they are tokenised in 0.3 ms."""

@@ -92,22 +92,25 @@ class Entry(Generic[T]):
 
 
 class Line(Generic[T]):
-    """Mutable, and only from the event loop: `_waiting`."""
+    """Mutable, and only from the event loop: `_waiting`, and `size`, the sum of what waits there."""
 
     def __init__(
         self,
         *,
         events: LineEvents,
-        expected_s: Callable[[], float],
+        expected_s: Callable[[T], float],
+        size_of: Callable[[T], int] = lambda _: 1,
         take: Callable[[Entry[T]], bool] = lambda _: False,
     ) -> None:
-        """`expected_s`: until one more entry would be done; 0 refuses nobody. `take`: give an entry to
-        who can begin with it at once, or answer it; False: it has to wait.
+        """`expected_s`: until this work, behind all that waits, would be done; 0 refuses nobody. `take`:
+        give an entry to who can begin with it at once, or answer it; False: it has to wait.
         """
         self._events = events
         self._expected_s = expected_s
+        self._size_of = size_of
         self._take = take
         self._waiting: OrderedDict[Entry[T], None] = OrderedDict()
+        self.size = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -146,14 +149,14 @@ class Line(Generic[T]):
                 found = entry
             else:
                 break
-            del self._waiting[entry]
+            self._remove(entry)
         if len(self._waiting) < depth:
             self._events.queue_depth(len(self._waiting))
         return found
 
     def put_back(self, entry: Entry[T]) -> None:
         """To the head of the line."""
-        self._waiting[entry] = None
+        self._add(entry)
         self._waiting.move_to_end(entry, last=False)
         self._events.queue_depth(len(self._waiting))
 
@@ -163,7 +166,7 @@ class Line(Generic[T]):
         """Answer those that wait, or only `which`."""
         those = [entry for entry in self._waiting if which(entry)]
         for entry in those:
-            del self._waiting[entry]
+            self._remove(entry)
             entry.answer(outcome)
         if those:
             self._events.queue_depth(len(self._waiting))
@@ -173,10 +176,10 @@ class Line(Generic[T]):
             return None
         if len(self._waiting) >= capacity:
             return FULL
-        if self._expected_s() > _WAIT_SHARE * (entry.deadline - entry.admitted):
+        if self._expected_s(entry.work) > _WAIT_SHARE * (entry.deadline - entry.admitted):
             self._events.skipped(SkipCause.DEADLINE)
             return LATE
-        self._waiting[entry] = None
+        self._add(entry)
         self._events.queue_depth(len(self._waiting))
         return None
 
@@ -188,9 +191,17 @@ class Line(Generic[T]):
     def _withdraw(self, entry: Entry[T], cause: SkipCause) -> None:
         """Out of the line; one that was taken already is finished for nobody."""
         if entry in self._waiting:
-            del self._waiting[entry]
+            self._remove(entry)
             self._events.skipped(cause)
             self._events.queue_depth(len(self._waiting))
+
+    def _add(self, entry: Entry[T]) -> None:
+        self._waiting[entry] = None
+        self.size += self._size_of(entry.work)
+
+    def _remove(self, entry: Entry[T]) -> None:
+        del self._waiting[entry]
+        self.size -= self._size_of(entry.work)
 
 
 def running_mean(mean_s: float, newest_s: float) -> float:

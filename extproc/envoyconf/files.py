@@ -1,7 +1,9 @@
-"""What Envoy reads beside its bootstrap, and again when it changes: where certificates and keys are, and
-the clients' keys; pure, it opens none of them.
+"""What Envoy reads beside its bootstrap, and again when it changes: where certificates are, the clients'
+keys and the upstreams'; pure, it opens no file.
 
-Envoy follows a changed certificate or key only where a file of its own (SDS, ECDS) points to it.
+Envoy follows a change only in a file of its own (SDS, ECDS). Certificates it judges itself, and keeps the
+old one where the new one is unfit. Of keys it takes what it finds, a blank included: so it gets them in
+such a file, from one who has judged them.
 """
 
 from __future__ import annotations
@@ -60,13 +62,9 @@ _CLIENTS: Final = "tls-clients"
 _AUTH: Final = "auth"
 
 
-def files(config: Config, keys: Iterable[ClientKey]) -> Mapping[str, str]:
-    """Contents by file name, all of `config.run_dir`. `keys`: none where clients need none."""
-    secrets = list(_secrets(config))
-    found = {_file_of(secret.name): _response(secret) for secret in secrets}
-    if config.server.auth is not None:
-        found[CLIENT_KEYS] = client_keys(keys)
-    return found
+def files(config: Config) -> Mapping[str, str]:
+    """Contents by file name, all of `config.run_dir`, but for those that hold keys."""
+    return {_file_of(secret.name): _response(secret) for secret in _secrets(config)}
 
 
 def _secrets(config: Config) -> Iterable[Secret]:
@@ -77,31 +75,26 @@ def _secrets(config: Config) -> Iterable[Secret]:
         )
         # It can watch one folder; without any it watches for a rename of either file.
         if PurePath(tls.cert_file).parent == PurePath(tls.key_file).parent:
-            certificate.watched_directory = _folder_of(tls.cert_file, in_place=True)
+            certificate.watched_directory = _folder_of(tls.cert_file)
         yield Secret(name=_SERVER, tls_certificate=certificate)
         if tls.client_ca_file is not None:
             yield Secret(name=_CLIENTS, validation_context=_authorities(tls.client_ca_file))
     for upstream in config.upstreams.values():
         if upstream.ca_file is not None:
             yield Secret(name=_ca_name(upstream), validation_context=_authorities(upstream.ca_file))
-        if upstream.api_key_file is not None:
-            source = DataSource(
-                filename=upstream.api_key_file, watched_directory=_folder_of(upstream.api_key_file)
-            )
-            yield Secret(name=_key_name(upstream), generic_secret=GenericSecret(secret=source))
 
 
 def _authorities(path: str) -> CertificateValidationContext:
     return CertificateValidationContext(
-        trusted_ca=DataSource(filename=path), watched_directory=_folder_of(path, in_place=True)
+        trusted_ca=DataSource(filename=path), watched_directory=_folder_of(path)
     )
 
 
-def _folder_of(path: str, *, in_place: bool = False) -> WatchedDirectory:
-    """Kubernetes swaps a link beside the file. `in_place`: a half-written file does no harm there,
-    since Envoy keeps what it has until the new one is whole.
+def _folder_of(path: str) -> WatchedDirectory:
+    """Kubernetes swaps a link beside the file. Half a file, written in place, does no harm: Envoy keeps
+    what it has until the new one is whole.
     """
-    return WatchedDirectory(path=str(PurePath(path).parent), watch_modify=in_place)
+    return WatchedDirectory(path=str(PurePath(path).parent), watch_modify=True)
 
 
 def client_keys(keys: Iterable[ClientKey]) -> str:
@@ -153,6 +146,16 @@ def trusting(
             validation_context_sds_secret_config=_secret(config, _ca_name(upstream)),
         )
     )
+
+
+def upstream_key_file(upstream: Upstream) -> str:
+    return _file_of(_key_name(upstream))
+
+
+def upstream_key(upstream: Upstream, key: str) -> str:
+    """The key of `api_key_file` in clear: the file is its owner's alone."""
+    generic = GenericSecret(secret=DataSource(inline_string=key))
+    return _response(Secret(name=_key_name(upstream), generic_secret=generic))
 
 
 def key_injector(upstream: Upstream, config: Config) -> list[HttpFilter]:

@@ -474,7 +474,7 @@ def _mappers(upstream: Upstream) -> list[ResponseMapper]:
         failure(parts.status_at_least(500), GATEWAY_ERROR, FallbackReason.CONNECT_ERROR),
     ]
     if upstream.api_key_file is not None:
-        # The file is empty or gone: no fault of the client, whose own key was good.
+        # Envoy was given none: no fault of the client, whose own key was good.
         no_key = failure(parts.status_is(401), GATEWAY_ERROR, FallbackReason.CONNECT_ERROR)
         no_key.status_code = GATEWAY_ERROR.status
         mappers.append(no_key)

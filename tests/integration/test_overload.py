@@ -11,12 +11,14 @@ import socket
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from extproc.app import plan
 from extproc.app.embedding import running_embedding
 from extproc.app.judge import Judge, build_static, fit_fast_tier, open_static
 from extproc.app.plan import compile_plan
@@ -24,7 +26,6 @@ from extproc.app.serve import running_sidecar
 from extproc.config import load
 from extproc.core.errors import RouteReason
 from extproc.core.exchange import Exchange, NeedEmbedding, RequestBody, RequestHeaders
-from extproc.core.routing import RouteRule
 from extproc.demo import DEMO_CONFIG
 from extproc.embedding.distill import ensure_static
 from extproc.embedding.model import default_cache_dir, ensure_model
@@ -67,8 +68,8 @@ class Gateway:
         self.plan = compile_plan(config, embedding.utterances)
         self.judge = Judge(embedding.embed, self.plan.index, metrics, cascade=config.router.cascade)
         if static:
-            rules = [RouteRule(each.name, each.utterances) for each in config.routes]
-            self.judge.use(fit_fast_tier(open_static(CACHE), rules, embedding.each))
+            encoder = open_static(CACHE)
+            self.judge.use(fit_fast_tier(encoder, self.judge.rules, embedding.each))
 
     async def decide(self, text, *, within_s):
         exchange = Exchange(self.plan)
@@ -216,9 +217,11 @@ def bare_cache(tmp_path, monkeypatch):
 
 
 def test_first_start_is_ready_before_the_table_and_uses_it_once_it_is_there(
-    bare_cache, caplog, free_ports
+    bare_cache, caplog, free_ports, monkeypatch
 ):
     caplog.set_level(logging.INFO)
+    estimates = Mock(wraps=plan.calibrated)
+    monkeypatch.setattr(plan, "calibrated", estimates)
     plain = config()
     listen = [
         replace(each, port=port)
@@ -239,6 +242,7 @@ def test_first_start_is_ready_before_the_table_and_uses_it_once_it_is_there(
     play(steps)
     assert "building the static encoder in the background" in caplog.text
     assert "static encoder built in" in caplog.text
+    assert estimates.call_count == 1, "index, cache and fast tier share their thresholds"
 
 
 def test_end_of_the_sidecar_ends_the_builder(bare_cache):

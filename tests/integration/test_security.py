@@ -22,6 +22,7 @@ from certificates import Authority, Mounted, put
 from gateway import CHAT, HOST, ROUTES, Gateway, ask, free_ports, gateway, scenario, until
 
 from extproc.app.audit import compare
+from extproc.app.envoy_files import LOOK_EVERY_S
 from extproc.core.errors import INVALID_API_KEY, error_body
 
 pytestmark = pytest.mark.envoy
@@ -548,35 +549,34 @@ async def test_an_upstreams_key_is_read_from_its_file_and_again_when_it_changes(
             return await sent() == ["Bearer sk-two"]
 
         await until(is_two)
-        # A key that is gone is a fault of ours, not a 401 for a client whose own key was good.
-        put(path, "")
-
-        async def is_none() -> bool:
-            return await sent() == []
-
-        await until(is_none)
-        answer = await running.chat()
-        assert (
-            answer.headers["x-pointsman-attempts"] == "vllm-primary:connect_error,vllm-fallback:200"
-        )
-        put(path, "sk-three")
+        # Envoy alone would send a blank as a key.
+        for bad in ("", " \n\t", "sk three"):
+            put(path, bad)
+            await asyncio.sleep(3 * LOOK_EVERY_S)
+            assert await sent() == ["Bearer sk-two"]
+        path.write_text("sk-three\n")  # in place
 
         async def is_three() -> bool:
             return await sent() == ["Bearer sk-three"]
 
         await until(is_three)
         assert "sk-" not in (running.directory / "envoy.yaml").read_text()
+        dump = await running.client.get(f"http://{HOST}:{running.admin}/config_dump")
+        assert "key.primary" in dump.text
+        assert "sk-" not in dump.text
 
 
 @scenario
-async def test_a_missing_key_of_the_last_upstream_is_a_502(tmp_path: Path) -> None:
+async def test_no_key_at_all_is_a_fault_of_ours_and_not_a_401(tmp_path: Path) -> None:
+    """For a client whose own key was good."""
     path = tmp_path / "key"
     put(path, "sk-one")
     own = {"primary": f'api_key_file = "{path}"\n'}
     config = '[fallback]\nmode = "none"\n' + ROUTES
     async with gateway(config, upstream_keys=own) as running:
         assert (await running.chat()).status_code == 200
-        put(path, "")
+        written = running.directory / "key.primary.json"
+        put(written, written.read_text().replace("sk-one", ""))
 
         async def fails() -> bool:
             answer = await running.chat()

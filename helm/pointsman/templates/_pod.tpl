@@ -18,7 +18,7 @@ capabilities: {drop: [ALL]}
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 
-{{/* Envoy sends the keys; `pointsman check` and the sidecar only look whether they are set. */}}
+{{/* Envoy sends the keys; `pointsman check` and the sidecar only look at them, and the sidecar wants them set. */}}
 {{- define "pointsman.env" -}}
 {{- range $name, $from := .Values.apiKeys }}
 - name: {{ $name | quote }}
@@ -36,7 +36,7 @@ seccompProfile: {type: RuntimeDefault}
 {{- if and $values.auth.secret (ne .for "envoy") }}
 - {name: pointsman-auth, mountPath: /etc/pointsman-auth, readOnly: true}
 {{- end }}
-{{- if and $values.apiKeyFiles (ne .for "sidecar") }}
+{{- if and $values.apiKeyFiles (ne .for "envoy") }}
 - {name: pointsman-keys, mountPath: /etc/pointsman-keys, readOnly: true}
 {{- end }}
 {{- end -}}

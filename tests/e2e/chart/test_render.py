@@ -302,8 +302,8 @@ def test_secrets_are_mounted_where_they_are_read_and_nowhere_else(helm):
     tls, auth, keys = "/etc/pointsman-tls", "/etc/pointsman-auth", "/etc/pointsman-keys"
     assert mounted == {
         "pointsman-render": {tls, auth, keys},
-        "pointsman": {auth},
-        "envoy": {tls, keys},
+        "pointsman": {auth, keys},
+        "envoy": {tls},
     }
     text = only(manifests, "ConfigMap")["data"]["pointsman.toml"]
     config = parse(text, file="pointsman.toml", environ={})

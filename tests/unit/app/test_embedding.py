@@ -40,9 +40,18 @@ def test_followers_are_told_what_is_learned_later():
 def test_key_comes_from_the_environment_and_its_absence_is_named():
     assert _key(SERVICE, {"EMBEDDINGS_KEY": "sk"}) == "sk"
     assert _key(Encoder(url=URL), {}) is None
-    for environ in ({}, {"EMBEDDINGS_KEY": ""}):
-        with pytest.raises(ModelError, match=r"api_key_env: .* EMBEDDINGS_KEY is not set; export"):
-            _key(SERVICE, environ)
+    with pytest.raises(ModelError, match=r"api_key_env: .* EMBEDDINGS_KEY is not set; export"):
+        _key(SERVICE, {})
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [("", "is empty"), (" \n", "is blank"), ("hunter2\nx: y", "holds .*line breaks")],
+)
+def test_key_that_no_header_can_hold_is_refused_and_not_repeated(key, said):
+    with pytest.raises(ModelError, match=f"api_key_env: .* EMBEDDINGS_KEY {said}") as caught:
+        _key(SERVICE, {"EMBEDDINGS_KEY": key})
+    assert "hunter2" not in str(caught.value)
 
 
 @pytest.mark.parametrize("fault", Fault)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -230,6 +231,17 @@ def test_what_is_learned_decides_from_then_on():
     bench.judge.know(SemanticIndex(RULES, turned), DecisionCache(4, b"new"))
     assert best(bench.ask("x")) == "chat", "neither the old index nor the old cache"
     assert len(bench.embed.calls) == 2
+
+
+def test_rules_are_those_that_prompts_are_scored_by_and_change_with_the_vectors():
+    bench = Bench({"x": CODE})
+    assert bench.judge.rules == bench.plan.index.rules
+    stricter = [replace(rule, threshold=0.9) for rule in RULES]
+    bench.judge.know(
+        SemanticIndex(stricter, {"code": np.float32([CODE]), "chat": np.float32([CHAT] * 2)}), None
+    )
+    assert {rule.threshold for rule in bench.judge.rules} == {0.9}
+    assert {each.threshold for each in bench.ask("x").scores} == {0.9}
 
 
 def test_decision_by_what_was_known_before_is_not_remembered():

@@ -51,6 +51,25 @@ def test_bad_keys_name_the_line_and_never_the_key(keys_file, text, problem):
     assert KEY[:15] not in caught.value.problem + caught.value.mend
 
 
+def test_every_bad_line_of_a_keys_file_is_told_at_once(keys_file):
+    text = f"{KEY}\na {KEY}\nb short\nc {KEY}\n"
+    faults, _ = look(f'[server.auth]\nkeys_file = "{keys_file(text)}"\n')
+    said = [fault.partition("keys_file: ")[2].partition(";")[0] for fault in faults]
+    assert said == [
+        "line 1 of the file has one word",
+        "line 3 of the file has a key of 5 characters",
+        "line 4 of the file has the key of line 2",
+    ]
+
+
+def test_a_file_of_another_kind_does_not_fill_the_screen(keys_file):
+    faults, _ = look(f'[server.auth]\nkeys_file = "{keys_file("x" + chr(10) * 2 + "y" * 9)}"\n')
+    assert len(faults) == 2
+    faults, _ = look(f'[server.auth]\nkeys_file = "{keys_file(("x" + chr(10)) * 500)}"\n')
+    assert len(faults) == 11
+    assert "490 more lines of the file are unfit" in faults[-1]
+
+
 def test_a_key_is_in_no_repr(keys_file):
     assert KEY not in repr(client_keys(keys_file(f"a {KEY}")))
 
@@ -130,6 +149,24 @@ def test_what_is_no_pem_is_a_fault(mounted, file, said):
     assert "hunter2" not in fault
 
 
+def test_certificate_and_key_are_both_judged_though_neither_is_fit(mounted):
+    for each in (mounted.cert, mounted.key):
+        each.write_text("hunter2")
+    faults, _ = look(tls(mounted), now_s=now())
+    assert [fault.split(": ")[1] for fault in faults] == [
+        "server.tls.cert_file",
+        "server.tls.key_file",
+    ]
+
+
+def test_files_for_another_envoy_are_judged_as_well(mounted, authority):
+    text = '[extproc]\nlisten = ":9002"\n' + tls(mounted).replace("server", "extproc")
+    assert look(text, now_s=now()) == ([], [])
+    mounted.replace(authority.issue(ends_in=timedelta(days=-1)))
+    (fault,), _ = look(text, now_s=now())
+    assert fault.startswith("x:7: extproc.tls.cert_file: the certificate expired on ")
+
+
 def test_authorities_must_be_certificates_and_one_of_them_valid(tmp_path, mounted, authority):
     ca = tmp_path / "bad"
     ca.write_text("none")
@@ -144,15 +181,19 @@ def test_authorities_must_be_certificates_and_one_of_them_valid(tmp_path, mounte
     ("text", "said"),
     [
         ("", "the file is empty; put the key into it"),
-        ("a b", "the file holds spaces, line breaks or non-ASCII"),
-        ("a\nb", "the file holds spaces, line breaks or non-ASCII"),
-        ("é", "the file holds spaces, line breaks or non-ASCII"),
+        (" \n\t\r\n", "the file is blank; put the key into it"),
+        ("\x00", "the file holds spaces, line breaks, control characters or non-ASCII"),
+        ("hunter2 b", "the file holds spaces, line breaks, control characters or non-ASCII"),
+        ("hunter2\nb", "the file holds spaces, line breaks, control characters or non-ASCII"),
+        ("hunter2\x1f", "the file holds spaces, line breaks, control characters or non-ASCII"),
+        ("hunter2é", "the file holds spaces, line breaks, control characters or non-ASCII"),
     ],
 )
 def test_an_upstreams_key_file_holds_one_key(keys_file, text, said):
     assert look(f'api_key_file = "{keys_file("sk-1" + chr(10))}"') == ([], [])
     (fault,), _ = look(f'api_key_file = "{keys_file(text)}"')
     assert fault.startswith(f"x:4: upstream.a.api_key_file: {said}")
+    assert "hunter2" not in fault
 
 
 def test_files_that_are_not_there_are_faults_where_they_must_be_and_warnings_elsewhere():
@@ -175,6 +216,34 @@ def test_files_that_are_not_there_are_faults_where_they_must_be_and_warnings_els
     assert faults == []
     assert sorted(each.partition(': "')[0] for each in warnings) == sorted(places)
     assert all("what is in it was not checked" in each for each in warnings)
+
+
+def test_a_variable_that_is_not_set_is_a_fault_where_it_serves_and_a_warning_elsewhere():
+    text = UPSTREAM + (
+        'api_key_env = "OWN"\n[router.encoder]\nurl = "http://e.example/v1"\napi_key_env = "ITS"\n'
+    )
+
+    def checked(environ, **insist):
+        told = []
+        files = Files(now_s=NOW_S, warn=lambda fault: told.append(str(fault)), **insist)
+        try:
+            parse(text, file="x", environ=environ, files=files)
+        except ConfigError as error:
+            return [str(fault).partition(";")[0] for fault in error.faults], told
+        return [], told
+
+    unset = [
+        "x:4: upstream.a.api_key_env: the environment variable OWN is not set",
+        "x:7: router.encoder.api_key_env: the environment variable ITS is not set",
+    ]
+    assert checked({}) == (unset, [])
+    faults, warnings = checked({}, insist=False)
+    assert faults == []
+    assert [each.partition(";")[0] for each in warnings] == unset
+    assert all("does not start without it" in each for each in warnings)
+    # What is set is judged everywhere: a CI job's missing secret is often an empty one.
+    (fault,), _ = checked({"OWN": " ", "ITS": "k"}, insist=False)
+    assert "the environment variable OWN is blank" in fault
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path):

@@ -232,7 +232,13 @@ def test_key_of_another_table_is_sent_there():
 
 @pytest.mark.parametrize(
     ("secret", "said"),
-    [("", "is empty"), ("two words", "holds spaces"), ("hunter2\n", "holds spaces")],
+    [
+        ("", "is empty"),
+        (" \n", "is blank"),
+        ("two words", "holds spaces"),
+        ("hunter2\n", "holds spaces"),
+        ("hunter2\x7f", "holds spaces, line breaks, control characters"),
+    ],
 )
 def test_key_that_cannot_be_sent(secret, said):
     (fault,) = faults(UPSTREAM + 'api_key_env = "KEY"\n', {"KEY": secret})
@@ -240,6 +246,89 @@ def test_key_that_cannot_be_sent(secret, said):
         f"c.toml:4: upstream.x.api_key_env: the environment variable KEY {said}"
     )
     assert "hunter2" not in fault
+
+
+MANY = """
+[server]
+listen = ":8080"
+[server.auth]
+keys_file = "/k"
+[metrics]
+listen = ":9464"
+[upstream.x]
+name = "big"
+base_url = "https://x.example"
+model = "m"
+api_key_env = "SET"
+ca_file = "/ca"
+[upstream.y]
+base_url = "http://y.example"
+model = "n"
+[circuit_breaker]
+counted_errors = ["5xx"]
+[retry]
+max = "1s"
+[router]
+default = "chat"
+aliases = ["auto"]
+deadline = "150ms"
+[router.encoder]
+url = "http://e.example/v1/embeddings"
+deadline = "60ms"
+[[route]]
+name = "code"
+upstreams = ["x", "y"]
+utterances = ["a", "b"]
+headers = { x-team = "c" }
+max_chars = 9
+[[route]]
+name = "chat"
+upstreams = ["y"]
+"""
+SINGLE = [
+    ('":8080"', '":9464"'),
+    ('keys_file = "/k"\n', ""),
+    ("[metrics]", "[metrics]\nliten = 1"),
+    ('"big"', '"y"'),
+    ('"https://x.example"', '"https://"'),
+    ('"SET"', '"UNSET"'),
+    ('"http://y.example"', '"http://y.example"\nca_file = "/ca"'),
+    ('["5xx"]', '["5xx", "6xx"]'),
+    ('"1s"', '"1ms"'),
+    ('default = "chat"', 'default = "chta"'),
+    ('["auto"]', '["auto", "n"]'),
+    ('"60ms"', '"160ms"'),
+    ("[router.encoder]", '[router.encoder]\npath = "/m"'),
+    ('name = "code"', 'name = "co de"'),
+    ('["x", "y"]', '["x", "z"]'),
+    ('"b"]', '"b", ""]'),
+    ('x-team = "c"', 'cookie = "c", x-team = 3'),
+    ("max_chars = 9", "max_chars = 9\nmin_chars = 10"),
+]
+
+
+@pytest.mark.parametrize("one", SINGLE, ids=lambda change: change[1])
+def test_a_fault_hides_no_other_that_does_not_follow_from_it(one):
+    def places(*changes):
+        text = MANY
+        for old, new in changes:
+            assert text.count(old) == 1
+            text = text.replace(old, new)
+        found = faults(text, {"SET": "k"})
+        return {fault.partition(": ")[2].partition("; ")[0] for fault in found}
+
+    assert good(MANY, {"SET": "k"})
+    alone = places(one)
+    for other in SINGLE:
+        if other != one:
+            assert alone | places(other) <= places(one, other), other
+
+
+def test_default_may_be_meant_for_a_route_whose_name_is_unfit_or_missing():
+    for name in ('name = "co de"\n', ""):
+        text = f'{UPSTREAM}[router]\ndefault = "co de"\n[[route]]\n{name}upstreams = ["x"]\n'
+        (fault,) = faults(text + '[[route]]\nname = "chat"\nupstreams = ["x"]\n')
+        assert "route[0].name" in fault
 
 
 def test_integer_too_long_to_print():

@@ -103,3 +103,23 @@ def test_full_queue_is_still_named_as_that(scenario):
         assert await tasks[3] == NotEmbedded(RouteReason.DEGRADED_QUEUE_FULL)
 
     scenario(steps, queue=2)
+
+
+def test_short_text_may_wait_where_a_long_one_would_in_vain(scenario):
+    async def steps(lab):
+        tasks = [lab.submit(str(n), within_s=0.15) for n in range(9)]
+        assert all(await admitted(lab, tasks))
+        long, short = lab.submit("long " * 100, within_s=0.15), lab.submit("x", within_s=0.15)
+        assert await admitted(lab, [long, short]) == [False, True]
+        assert await long == LATE
+
+    scenario(steps, queue=1000)
+
+
+def test_long_texts_make_a_short_one_wait_longer(scenario):
+    async def steps(lab):
+        tasks = [lab.submit("long " * 100, within_s=0.15) for _ in range(10)]
+        assert sum(await admitted(lab, tasks)) == 2, "one in the worker, one behind it"
+        assert await admitted(lab, [lab.submit("x", within_s=0.15)]) == [True]
+
+    scenario(steps, queue=1000)

@@ -71,6 +71,16 @@ def test_first_start_builds_and_says_so(default_model):
     assert "ready" in default_model.said[-1]
 
 
+def test_start_after_an_upgrade_removes_what_the_older_version_built(default_model, monkeypatch):
+    old = default_model.ensure().onnx
+    default_model.said.clear()
+    monkeypatch.setattr(model, "_BUILDER", model._BUILDER + 1)
+    new = default_model.ensure().onnx
+    assert not old.exists()
+    assert {each.stem for each in new.parent.iterdir()} == {new.stem}
+    assert default_model.said[-1].startswith("removed 1 file that an older version had built")
+
+
 def test_second_start_builds_nothing_and_says_nothing(default_model):
     first = default_model.ensure()
     default_model.said.clear()

@@ -27,7 +27,7 @@ def scenario(run):
     def play(steps):
         async def whole():
             events = Recorder()
-            line = Line(events=events, expected_s=lambda: 0.0)
+            line = Line(events=events, expected_s=lambda _: 0.0, size_of=lambda _: 10)
             loop = asyncio.get_running_loop()
 
             async def submit(work):
@@ -37,6 +37,7 @@ def scenario(run):
                 return task
 
             await steps(line, events, submit)
+            assert line.size == 10 * len(line)
 
         run(whole())
 

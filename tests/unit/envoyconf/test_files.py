@@ -7,7 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from extproc.config import ClientKey
-from extproc.envoyconf.files import CLIENT_KEYS, files
+from extproc.envoyconf.files import (
+    CLIENT_KEYS,
+    client_keys,
+    files,
+    upstream_key,
+    upstream_key_file,
+)
 
 Render = Callable[[str], Any]
 
@@ -34,12 +40,17 @@ KEY = "sk-0123456789abcdef"
 
 
 def written(built: Any) -> dict[str, Any]:
-    found = files(built.config, [ClientKey("team-a", KEY)])
+    a = built.config.upstreams["a"]
+    found = {
+        **files(built.config),
+        CLIENT_KEYS: client_keys([ClientKey("team-a", KEY)]),
+        upstream_key_file(a): upstream_key(a, "sk-a"),
+    }
     return {name: json.loads(text)["resources"][0] for name, text in found.items()}
 
 
 def test_a_plain_configuration_needs_no_file(rendered: Render) -> None:
-    assert files(rendered("").config, ()) == {}
+    assert files(rendered("").config) == {}
 
 
 def test_every_file_that_is_written_is_the_one_that_is_read(rendered: Render) -> None:
@@ -62,8 +73,8 @@ def test_secrets_are_named_as_their_files_are_and_their_folders_watched(rendered
     server = found["tls-server.json"]["tls_certificate"]
     assert server["certificate_chain"] == {"filename": "/etc/tls/tls.crt"}
     assert server["watched_directory"] == {"path": "/etc/tls", "watch_modify": True}
-    key = found["key.a.json"]["generic_secret"]["secret"]
-    assert key == {"filename": "/etc/keys/a", "watched_directory": {"path": "/etc/keys"}}
+    # Never the path of the key's file: Envoy would take a blank for a key.
+    assert found["key.a.json"]["generic_secret"]["secret"] == {"inline_string": "sk-a"}
 
 
 def test_keys_stand_in_their_file_and_not_in_the_bootstrap(rendered: Render) -> None:
