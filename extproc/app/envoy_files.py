@@ -56,17 +56,19 @@ def replace(path: Path, text: str) -> None:
 class KeyKeeper:
     """Publishes the clients' keys again when their file has changed.
 
-    Mutable state: the stamps of the file that was last looked at and last taken. A file with faults
-    changes nothing: the keys that Envoy has stay good, and so they do while the sidecar is dead.
+    Mutable state: the stamps of the file that was last looked at and last taken, and whether that had a
+    fault. A file with faults changes nothing: the keys that Envoy has stay good, and so they do while
+    the sidecar is dead.
     """
 
     def __init__(self, keys_file: str, run_dir: str, told: Callable[[bool], None]) -> None:
-        """`told`: of each changed file, whether it was fit."""
+        """`told`: of each changed file, whether it was fit; a fault mended by going back is told, too."""
         self._source = keys_file
         self._target = Path(run_dir) / CLIENT_KEYS
         self._told = told
         self._seen: _Stamp | None = None
         self._taken: _Stamp | None = None
+        self._faulty = False
 
     async def run(self) -> None:
         while True:
@@ -86,19 +88,23 @@ class KeyKeeper:
         try:
             keys = client_keys(self._source)
             text = keys_document(keys)
-            if self._target.exists() and self._target.read_text(encoding="utf-8") == text:
+            is_new = not self._target.exists() or self._target.read_text(encoding="utf-8") != text
+            if is_new:
+                replace(self._target, text)
+            elif not self._faulty:
                 return
-            replace(self._target, text)
         except Unfit as unfit:
             self._refused(f"{unfit.problem}; {unfit.mend}")
         except OSError as error:
             self._refused(f"cannot be read: {error.strerror}")
         else:
+            self._faulty = False
             clients = len({each.client for each in keys})
             _log.info("%s: %d keys of %d clients in force", self._source, len(keys), clients)
             self._told(True)
 
     def _refused(self, why: str) -> None:
+        self._faulty = True
         _log.error("%s: %s (the keys from before stay in force)", self._source, why)
         self._told(False)
 
