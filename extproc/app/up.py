@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -62,8 +63,11 @@ def up(path: Path, *, demo: bool, say: Callable[[str], None]) -> int:
         run_dir = Path(directory)
         config = dataclasses.replace(config, extproc_socket=str(run_dir / "extproc.sock"))
         bootstrap = install(config)
+        # A sidecar that is started again must read what Envoy was started with, not what has become of
+        # the file: no name in it has to mean the same any more.
+        kept = Path(shutil.copy(path, run_dir / "pointsman.toml"))
         children = [
-            _sidecar(path, config),
+            _sidecar(kept, config),
             _envoy(envoy, bootstrap, config),
         ]
         if demo:

@@ -120,6 +120,9 @@ async def test_killed_sidecar_is_replaced_while_requests_go_on(tmp_path):
             for pid in children_of(process.pid)
             if b"serve" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         ]
+        path.write_text(
+            "edited, and not yet whole"
+        )  # for the next start; nothing here reads it again
         os.kill(sidecar, signal.SIGKILL)
         response = await client.post("/v1/chat/completions", json=ask(CODE))
         assert response.headers["x-pointsman-reason"] == "degraded_bypassed"
