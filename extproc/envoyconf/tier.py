@@ -141,6 +141,21 @@ _NEVER_FORWARDED: Final = (
     wire_names.FALLBACK,
 )
 
+_NEVER_BELIEVED: Final = (
+    # A provider cannot speak in our name.
+    wire_names.FAIL,
+    wire_names.STATUS,
+    wire_names.ATTEMPTS,
+    wire_names.FALLBACK,
+    wire_names.ROUTE,
+    wire_names.REASON,
+    # Nor steer this Envoy, or one in front of it: the first forbids any further try, also on the next
+    # upstream, and every Envoy that limits rates sends it; the others take us for ill.
+    "x-envoy-ratelimited",
+    "x-envoy-degraded",
+    "x-envoy-immediate-health-check-fail",
+)
+
 # Which response flags mean what: https://www.envoyproxy.io/docs/envoy/latest/configuration/
 # observability/access_log/usage#response-flags-format
 _FLAGS: Final[tuple[tuple[tuple[str, ...], FallbackReason, ErrorKind], ...]] = (
@@ -411,15 +426,7 @@ def _route(upstream: Upstream, config: Config, match: RouteMatch, rewrite: str) 
         request_body_buffer_limit=config.server.max_body_bytes,
         request_headers_to_remove=removed,
         request_headers_to_add=added,
-        # A provider cannot speak in our name.
-        response_headers_to_remove=[
-            wire_names.FAIL,
-            wire_names.STATUS,
-            wire_names.ATTEMPTS,
-            wire_names.FALLBACK,
-            wire_names.ROUTE,
-            wire_names.REASON,
-        ],
+        response_headers_to_remove=list(_NEVER_BELIEVED),
         route=RouteAction(
             cluster=hosts_name(upstream),
             host_rewrite_literal=upstream.url.netloc,
