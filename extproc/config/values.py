@@ -39,7 +39,9 @@ _STRIPPED = ("x-pointsman-", "x-envoy-")
 _SECRET_HEADERS = ("authorization", "proxy-authorization", "cookie", "x-api-key", "api-key")
 _METRIC_NAME = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
 _MODEL = re.compile(r"[!#-\[\]-~]+")
-_HOST_NAME = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_.])?")
+# Labels of 1 to 63 characters, RFC 1035: with others a resolver does not even ask.
+_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_HOST_NAME = re.compile(rf"(?=.*[A-Za-z])(?!.{{255}}){_LABEL}(?:\.{_LABEL})*\.?")
 _AUTHORITY = re.compile(r"(?:\[([^\[\]]*)\]|([^:\[\]]*))(?::([0-9]{1,5}))?")
 _URL_PATH = re.compile(r"(?:[A-Za-z0-9._~!$&'()*+,;=:@/-]|%[0-9A-Fa-f]{2})*")
 _QUANTITY = re.compile(r"(-?)([0-9]{1,15}(?:\.[0-9]{1,9})?)([A-Za-z]*)")
