@@ -123,6 +123,7 @@ def _sidecar(path: Path, config: Config) -> Child:
         ),
         ready=http_ready(config.metrics, "/readyz"),
         ready_within_s=120.0,  # a slow machine still warms the model
+        answers=http_ready(config.metrics, "/healthz"),
         stop_grace_s=15.0,
     )
 
