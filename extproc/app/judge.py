@@ -73,10 +73,6 @@ class Judge:
         self._cache = cache
         self._fast: FastTier | None = None
 
-    @property
-    def has_fast_tier(self) -> bool:
-        return self._fast is not None
-
     def use(self, fast: FastTier) -> None:
         self._fast = fast
         self._metrics.static_encoder_ready()
