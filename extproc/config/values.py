@@ -37,7 +37,8 @@ _HEADER_NAME = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 _HEADER_VALUE = re.compile(r"[!-~](?:[ -~]*[!-~])?")
 _STRIPPED = ("x-pointsman-", "x-envoy-")
 _SECRET_HEADERS = ("authorization", "proxy-authorization", "cookie", "x-api-key", "api-key")
-_METRIC_NAME = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
+_METRIC_NAME = re.compile(r"(?!_total$)[A-Za-z_:][A-Za-z0-9_:]*")  # `_total` is only ever added
+_OWN_METRICS = ("pointsman_", "process_")
 _MODEL = re.compile(r"[!#-\[\]-~]+")
 # Labels of 1 to 63 characters, RFC 1035: with others a resolver does not even ask.
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
@@ -327,7 +328,7 @@ def metric_name(value: object) -> str:
     chosen = _string(value, mend)
     if not _METRIC_NAME.fullmatch(chosen):
         raise Unfit(f"{quoted(chosen)} is not a Prometheus metric name", mend)
-    if chosen.startswith("pointsman_"):
+    if chosen.startswith(_OWN_METRICS):
         raise Unfit(
             f"{quoted(chosen)} is in the space of the gateway's own metrics",
             "begin it with another word",
