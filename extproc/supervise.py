@@ -60,6 +60,11 @@ class Child:
     """None: the next child is started at once."""
     ready_within_s: float = 60.0
     """Alive but not ready by then: killed, and counted as a death."""
+    answers: Probe | None = None
+    """Asked now and then once it is ready; None: whatever runs is well."""
+    asked_every_s: float = 5.0
+    most_silences: int = 6
+    """So often no answer, one after the other: killed, which is one more death."""
     on_exit: OnExit = OnExit.RESTART
     stop_signal: signal.Signals = signal.SIGTERM
     stop_grace_s: float = 10.0
@@ -305,6 +310,7 @@ class Supervisor:
         ready_at_s = loop.time() if await self._until_ready(process) else None
         if ready_at_s is not None:
             first_ready.set()
+            await self._until_silent(process)
         elif not process.exited.is_set():
             self._say(f"{child.name} was not ready within {child.ready_within_s:g} s")
             await self._end(process)
@@ -336,6 +342,22 @@ class Supervisor:
             if probe is None and not process.exited.is_set():
                 return True
         return False
+
+    async def _until_silent(self, process: _Process) -> None:
+        """Ask it for as long as it runs; kill it once it hangs, for nobody else would notice."""
+        child, silences = process.child, 0
+        while child.answers is not None and not process.exited.is_set():
+            silences += 1
+            with contextlib.suppress(OSError):
+                async with asyncio.timeout(_PROBE_WITHIN_S):
+                    silences = 0 if await child.answers() else silences
+            if silences >= child.most_silences:
+                self._say(f"{child.name} does not answer: killing it")
+                process.kill_group()
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(child.asked_every_s):
+                    await process.exited.wait()
 
     async def _forward(self, process: _Process) -> None:
         """Its output, line by line, to ours, and the last lines to its tail."""

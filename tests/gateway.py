@@ -95,6 +95,7 @@ class Gateway:
         self.base_paths: dict[str, str] = {}
         self.base_urls: dict[str, str] = {}
         self.extra_environ: dict[str, str] = {}
+        self.within: tuple[str, ...] = ()
         self.sidecar: subprocess.Popen | None = None
         self.envoy: subprocess.Popen | None = None
 
@@ -139,7 +140,7 @@ class Gateway:
     async def start_envoy(self) -> None:
         bootstrap = install(load(self.config_path, environ=None))
         log = (self.directory / "envoy.log").open("ab")
-        command = [str(find_envoy()), "-c", str(bootstrap), "--log-level", "warning"]
+        command = [*self.within, str(find_envoy()), "-c", str(bootstrap), "--log-level", "warning"]
         command += ["--file-flush-interval-msec", "100"]
         self.envoy = subprocess.Popen(
             [*command, "--use-dynamic-base-id"], stderr=log, env=self.environ()
@@ -243,10 +244,11 @@ async def gateway(
     base_paths: dict[str, str] | None = None,
     base_urls: dict[str, str] | None = None,
     sidecar: bool = True,
+    within: tuple[str, ...] = (),
 ) -> AsyncIterator[Gateway]:
     """A gateway over one scripted upstream a name; `upstream_keys`: more TOML for its table.
 
-    `base_urls`: what stands in front of a scripted upstream.
+    `base_urls`: what stands in front of a scripted upstream. `within`: a command that becomes Envoy.
     """
     keys = dict.fromkeys(names, 'inference_timeout = "800ms"\nconnect_timeout = "500ms"\n')
     for name, more in (upstream_keys or {}).items():
@@ -258,6 +260,7 @@ async def gateway(
     running = Gateway(directory, upstreams)
     running.base_paths = base_paths or {}
     running.base_urls = base_urls or {}
+    running.within = within
     running.write_config(config, keys, tables=server_keys, metrics_keys=metrics_keys)
     try:
         if sidecar:

@@ -103,18 +103,20 @@ def replace(path: Path, text: str) -> None:
 class KeyKeeper:
     """Publishes keys again when their file has changed.
 
-    Mutable state: the stamps of the file that was last looked at and last taken. A file with faults
-    changes nothing: the keys that Envoy has stay good, and so they do while the sidecar is dead.
+    Mutable state: the stamps of the file that was last looked at and last taken, and whether that had a
+    fault. A file with faults changes nothing: the keys that Envoy has stay good, and so they do while
+    the sidecar is dead.
     """
 
     def __init__(self, file: KeyFile, told: Callable[[bool], None] = lambda _: None) -> None:
-        """`told`: of each changed file, whether it was fit."""
+        """`told`: of each changed file, whether it was fit; a fault mended by going back is told, too."""
         self._source = file.source
         self._target = file.target
         self._read = file.read
         self._told = told
         self._seen: _Stamp | None = None
         self._taken: _Stamp | None = None
+        self._faulty = False
 
     async def run(self) -> None:
         while True:
@@ -133,9 +135,10 @@ class KeyKeeper:
         self._taken = stamp
         try:
             keys = self._read()
-            if self._target.exists() and self._target.read_text(encoding="utf-8") == keys.text:
+            if not self._target.exists() or self._target.read_text(encoding="utf-8") != keys.text:
+                replace(self._target, keys.text)
+            elif not self._faulty:
                 return
-            replace(self._target, keys.text)
         except Unfit as unfit:
             others = len(unfit.each) - 1
             more = f", and {others} more: run pointsman check" if others else ""
@@ -143,10 +146,12 @@ class KeyKeeper:
         except OSError as error:
             self._refused(f"cannot be read: {error.strerror}")
         else:
+            self._faulty = False
             _log.info("%s: %s", self._source, keys.told)
             self._told(True)
 
     def _refused(self, why: str) -> None:
+        self._faulty = True
         _log.error("%s: %s (the keys from before stay in force)", self._source, why)
         self._told(False)
 

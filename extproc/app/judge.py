@@ -99,10 +99,6 @@ class Judge:
         self._fast: FastTier | None = None
 
     @property
-    def has_fast_tier(self) -> bool:
-        return self._fast is not None
-
-    @property
     def rules(self) -> Sequence[RouteRule]:
         """Those that are scored, with the thresholds that they are scored by."""
         return self._index.rules

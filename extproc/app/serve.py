@@ -63,13 +63,30 @@ async def serve(config: Config, *, progress: Callable[[str], None]) -> None:
     """The sidecar until SIGTERM or SIGINT. Raise ModelError, OSError, SocketBusyError or
     TracingMissingError at start.
     """
-    stop = asyncio.Event()
+    serving = asyncio.create_task(_serve_for_ever(config, progress))
+    asked = asyncio.Event()
+
+    def stop() -> None:
+        if (
+            not asked.is_set()
+        ):  # once: what a start or a drain has left to do is not to be cancelled
+            asked.set()
+            serving.cancel()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stop)
+    try:
+        await serving
+    except asyncio.CancelledError:
+        if not asked.is_set():
+            raise
+
+
+async def _serve_for_ever(config: Config, progress: Callable[[str], None]) -> None:
     async with running_sidecar(config, progress=progress):
         progress("sidecar ready")
-        await stop.wait()
+        await asyncio.Event().wait()
 
 
 @asynccontextmanager

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import fcntl
 import os
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -58,12 +61,14 @@ def up(path: Path, *, demo: bool, say: Callable[[str], None]) -> int:
         ensure_model(
             config.router.encoder.path, cache_dir=default_cache_dir(os.environ), progress=say
         )
-    with tempfile.TemporaryDirectory(prefix="pointsman-") as directory:
-        run_dir = Path(directory)
+    with _run_dir() as run_dir:
         config = dataclasses.replace(config, extproc_socket=str(run_dir / "extproc.sock"))
         bootstrap = install(config)
+        # A sidecar that is started again must read what Envoy was started with, not what has become of
+        # the file: no name in it has to mean the same any more.
+        kept = Path(shutil.copy(path, run_dir / "pointsman.toml"))
         children = [
-            _sidecar(path, config),
+            _sidecar(kept, config),
             _envoy(envoy, bootstrap, config),
         ]
         if demo:
@@ -75,6 +80,22 @@ def up(path: Path, *, demo: bool, say: Callable[[str], None]) -> int:
             before_stop_s=DRAIN_S + 1,
         )
         return asyncio.run(supervisor.run())
+
+
+@contextlib.contextmanager
+def _run_dir() -> Iterator[Path]:
+    """A folder for what children read when they start again, which may be after months.
+
+    systemd-tmpfiles removes what is older than some days, on many machines, but nothing in a folder
+    that somebody holds a lock on (tmpfiles.d(5)).
+    """
+    with tempfile.TemporaryDirectory(prefix="pointsman-") as directory:
+        held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            yield Path(directory)
+        finally:
+            os.close(held)
 
 
 def _listeners(config: Config, *, demo: bool) -> dict[str, Address]:
@@ -102,6 +123,7 @@ def _sidecar(path: Path, config: Config) -> Child:
         ),
         ready=http_ready(config.metrics, "/readyz"),
         ready_within_s=120.0,  # a slow machine still warms the model
+        answers=http_ready(config.metrics, "/healthz"),
         stop_grace_s=15.0,
     )
 

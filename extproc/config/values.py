@@ -38,9 +38,12 @@ _HEADER_NAME = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 _HEADER_VALUE = re.compile(r"[!-~](?:[ -~]*[!-~])?")
 _STRIPPED = ("x-pointsman-", "x-envoy-")
 _SECRET_HEADERS = ("authorization", "proxy-authorization", "cookie", "x-api-key", "api-key")
-_METRIC_NAME = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
+_METRIC_NAME = re.compile(r"(?!_total$)[A-Za-z_:][A-Za-z0-9_:]*")  # `_total` is only ever added
+_OWN_METRICS = ("pointsman_", "process_")
 _MODEL = re.compile(r"[!#-\[\]-~]+")
-_HOST_NAME = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_.])?")
+# Labels of 1 to 63 characters, RFC 1035: with others a resolver does not even ask.
+_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_HOST_NAME = re.compile(rf"(?=.*[A-Za-z])(?!.{{255}}){_LABEL}(?:\.{_LABEL})*\.?")
 _AUTHORITY = re.compile(r"(?:\[([^\[\]]*)\]|([^:\[\]]*))(?::([0-9]{1,5}))?")
 _URL_PATH = re.compile(r"(?:[A-Za-z0-9._~!$&'()*+,;=:@/-]|%[0-9A-Fa-f]{2})*")
 _QUANTITY = re.compile(r"(-?)([0-9]{1,15}(?:\.[0-9]{1,9})?)([A-Za-z]*)")
@@ -363,7 +366,7 @@ def metric_name(value: object) -> str:
     chosen = _string(value, mend)
     if not _METRIC_NAME.fullmatch(chosen):
         raise Unfit(f"{quoted(chosen)} is not a Prometheus metric name", mend)
-    if chosen.startswith("pointsman_"):
+    if chosen.startswith(_OWN_METRICS):
         raise Unfit(
             f"{quoted(chosen)} is in the space of the gateway's own metrics",
             "begin it with another word",

@@ -11,8 +11,9 @@ from extproc.core.errors import FallbackReason, Outcome
 from extproc.core.wire_names import RULE
 
 # Names of Envoy's response flags, as fields of envoy.data.accesslog.v3.ResponseFlags.
+_UNREADABLE: Final = "downstream_protocol_error"
 _CLIENT_LEFT: Final = frozenset(
-    {"downstream_connection_termination", "downstream_remote_reset", "downstream_protocol_error"}
+    {"downstream_connection_termination", "downstream_remote_reset", _UNREADABLE}
 )
 _CUT: Final = frozenset(
     {
@@ -107,7 +108,10 @@ class Hop:
 
 def outcome(record: RequestRecord) -> Outcome:
     """The one outcome of a request; total: every record has one."""
-    if record.flags & _CLIENT_LEFT or record.status == 0:
+    left = record.flags & _CLIENT_LEFT
+    # Of what its codec cannot read Envoy says so with a 4xx, and only then closes.
+    refused = left == {_UNREADABLE} and 400 <= record.status < 500
+    if record.status == 0 or (left and not refused):
         return Outcome.CLIENT_GONE
     if record.status < 400:
         if record.flags & _CUT:

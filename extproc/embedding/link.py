@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import subprocess
@@ -57,16 +58,24 @@ Launch = Callable[[ModelFiles, Tell], Awaitable[Link]]
 
 
 async def launch(files: ModelFiles, tell: Tell) -> Link:
-    """Start a worker; raises OSError."""
+    """Start a worker; raises OSError, and nothing is left behind then."""
     ours, theirs = socket.socketpair()
     with theirs:
         ours.setblocking(False)
         try:
             process = await asyncio.to_thread(_spawn, files, theirs.fileno())
+            try:
+                return _ProcessLink(process, ours, tell)
+            except BaseException:
+                process.kill()
+                process.wait()  # there is nobody else to reap it, and it has hardly begun
+                raise
+        except RuntimeError as error:  # how Python says that there is no thread to be had
+            ours.close()
+            raise OSError(errno.EAGAIN, str(error)) from error
         except BaseException:
             ours.close()
             raise
-    return _ProcessLink(process, ours, tell)
 
 
 def _spawn(files: ModelFiles, fd: int) -> subprocess.Popen[bytes]:
@@ -94,11 +103,11 @@ class _ProcessLink:
         self._tell = tell
         self._reader = ReplyReader()
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(sock.fileno(), self._readable)
         self._open = True
         self._status: asyncio.Future[int] = self._loop.create_future()
         # A thread, since a signal handler is the application's and a pidfd not to be had everywhere.
         threading.Thread(target=self._reap, name=f"reap-{process.pid}", daemon=True).start()
+        self._loop.add_reader(sock.fileno(), self._readable)
 
     @property
     def pid(self) -> int:

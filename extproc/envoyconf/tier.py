@@ -141,6 +141,21 @@ _NEVER_FORWARDED: Final = (
     wire_names.FALLBACK,
 )
 
+_NEVER_BELIEVED: Final = (
+    # A provider cannot speak in our name.
+    wire_names.FAIL,
+    wire_names.STATUS,
+    wire_names.ATTEMPTS,
+    wire_names.FALLBACK,
+    wire_names.ROUTE,
+    wire_names.REASON,
+    # Nor steer this Envoy, or one in front of it: the first forbids any further try, also on the next
+    # upstream, and every Envoy that limits rates sends it; the others take us for ill.
+    "x-envoy-ratelimited",
+    "x-envoy-degraded",
+    "x-envoy-immediate-health-check-fail",
+)
+
 # Which response flags mean what: https://www.envoyproxy.io/docs/envoy/latest/configuration/
 # observability/access_log/usage#response-flags-format
 _FLAGS: Final[tuple[tuple[tuple[str, ...], FallbackReason, ErrorKind], ...]] = (
@@ -172,16 +187,35 @@ def outlier_detection(config: Config) -> OutlierDetection:
     through at the cooldown, does not meet an upstream that Envoy still holds ejected.
     """
     ejection = parts.seconds(max(config.circuit.cooldown_s - 0.5, 0.25))
+    detection = _in_a_row(config.circuit.failure_threshold, ejection)
+    detection.max_ejection_time = ejection
+    detection.max_ejection_time_jitter = timedelta()
+    detection.max_ejection_percent = 100
+    return detection
+
+
+def _host_detection(config: Config) -> OutlierDetection:
+    """Of the addresses that one name has: a broken one is left out before it has opened the circuit of
+    all, and long enough that its next failures are not added to those.
+
+    Half of them at most, so never the only one: a whole upstream is the circuit's to judge.
+    """
+    policy = config.circuit
+    left_out = parts.seconds(max(policy.cooldown_s, policy.window_s) + 1)
+    detection = _in_a_row((policy.failure_threshold + 1) // 2, left_out)
+    detection.max_ejection_time = max(left_out, timedelta(minutes=5))  # longer each time
+    detection.max_ejection_percent = 50
+    return detection
+
+
+def _in_a_row(failures: int, ejection: timedelta) -> OutlierDetection:
     return OutlierDetection(
-        consecutive_5xx=config.circuit.failure_threshold,
+        consecutive_5xx=failures,
         enforcing_consecutive_5xx=100,
         enforcing_success_rate=0,
         enforcing_consecutive_gateway_failure=0,
         interval=timedelta(milliseconds=250),  # un-ejection happens on its ticks
         base_ejection_time=ejection,
-        max_ejection_time=ejection,
-        max_ejection_time_jitter=timedelta(),
-        max_ejection_percent=100,
     )
 
 
@@ -215,6 +249,8 @@ def hosts(upstream: Upstream, config: Config) -> Cluster:
             name, parts.socket_address(upstream.host, upstream.port)
         ),
     )
+    if not parts.is_ip(upstream.host):
+        cluster.outlier_detection = _host_detection(config)
     if upstream.tls:
         cluster.transport_socket = _tls(upstream, config)
     return cluster
@@ -411,15 +447,7 @@ def _route(upstream: Upstream, config: Config, match: RouteMatch, rewrite: str) 
         request_body_buffer_limit=config.server.max_body_bytes,
         request_headers_to_remove=removed,
         request_headers_to_add=added,
-        # A provider cannot speak in our name.
-        response_headers_to_remove=[
-            wire_names.FAIL,
-            wire_names.STATUS,
-            wire_names.ATTEMPTS,
-            wire_names.FALLBACK,
-            wire_names.ROUTE,
-            wire_names.REASON,
-        ],
+        response_headers_to_remove=list(_NEVER_BELIEVED),
         route=RouteAction(
             cluster=hosts_name(upstream),
             host_rewrite_literal=upstream.url.netloc,

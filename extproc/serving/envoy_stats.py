@@ -53,7 +53,7 @@ async def read_envoy(session: aiohttp.ClientSession, admin_url: str) -> EnvoySta
             {"resource": "static_clusters", "mask": "last_updated"},
         )
         return _parse(text, dump)
-    except (aiohttp.ClientError, TimeoutError, LookupError, ValueError) as error:
+    except (aiohttp.ClientError, TimeoutError, LookupError, TypeError, ValueError) as error:
         raise EnvoyUnreadableError(
             f"no counters from {admin_url}: {error or type(error).__name__}"
         ) from error

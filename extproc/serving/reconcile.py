@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import mmap
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -57,18 +58,31 @@ class Reconciler:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Raise OSError when the file cannot be made."""
+        """Go on without the file where it cannot be had: requests matter more than the next run's account."""
+        try:
+            self._file = self._mapped()
+        except OSError as error:
+            _log.warning(
+                "%s: %s; a restart of the sidecar will not know what this run has accounted for",
+                self._path,
+                error.strerror,
+            )
+        else:
+            magic, epoch, *tally = _LAYOUT.unpack_from(self._file)
+            if magic == _MAGIC:
+                self._ledger = Ledger(
+                    stored_epoch=epoch.rstrip(b"\0").decode(errors="replace"), stored=Tally(*tally)
+                )
+        self._task = asyncio.create_task(self._run())
+
+    def _mapped(self) -> mmap.mmap:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.touch()
         with self._path.open("r+b") as file:
             file.truncate(_LAYOUT.size)
-            self._file = mmap.mmap(file.fileno(), _LAYOUT.size)
-        magic, epoch, *tally = _LAYOUT.unpack_from(self._file)
-        if magic == _MAGIC:
-            self._ledger = Ledger(
-                stored_epoch=epoch.rstrip(b"\0").decode(errors="replace"), stored=Tally(*tally)
-            )
-        self._task = asyncio.create_task(self._run())
+            # A hole that the disk has no room to fill would end us by SIGBUS at the first record.
+            os.posix_fallocate(file.fileno(), 0, _LAYOUT.size)
+            return mmap.mmap(file.fileno(), _LAYOUT.size)
 
     async def aclose(self) -> None:
         if self._task is not None:

@@ -1,11 +1,15 @@
 """The circuit policy on the real Envoy: a hung model costs five requests, then milliseconds."""
 
 import asyncio
+import contextlib
+import subprocess
 import time
 
 import httpx
 import pytest
 from gateway import ROUTES, ask, gateway, scenario, until
+
+from extproc.demo.upstream import ScriptedUpstream
 
 pytestmark = pytest.mark.envoy
 
@@ -260,6 +264,47 @@ async def test_first_token_that_does_not_come_falls_over_and_live_streams_pass_u
         # Without a sidecar nobody watches, and streams pass all the same.
         response = await gw.chat(ask(stream=True))
         assert response.headers["x-pointsman-upstream"] == "vllm-primary"
+
+
+def with_hosts(tmp_path, *lines):
+    """A command that becomes Envoy where /etc/hosts says so; skip where one may not."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("".join(f"{line}\n" for line in lines))
+    within = ("unshare", "-m", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"', str(hosts))
+    try:
+        subprocess.run([*within, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no mount namespace for an /etc/hosts of its own")
+    return within
+
+
+@scenario
+async def test_of_a_name_with_two_addresses_the_broken_one_is_left_out_and_the_circuit_stays(
+    tmp_path,
+):
+    """Half of the requests waited for it in vain, and five of those closed the upstream to all."""
+    within = with_hosts(tmp_path, "127.0.0.1 two.test", "127.0.0.2 two.test")
+    asked = []
+
+    async def hung(reader, writer):
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            asked.append(writer)
+            await reader.read()
+        writer.close()
+
+    well = ScriptedUpstream("primary", chunk_gap_s=0.0)
+    await well.start()
+    port = httpx.URL(well.base_url).port
+    async with await asyncio.start_server(hung, "127.0.0.2", port):
+        urls = {"primary": f"http://two.test:{port}"}
+        async with gateway(CONFIG, base_urls=urls, within=within) as gw:
+            answers = [await gw.chat() for _ in range(30)]
+            told = [answer.headers["x-pointsman-upstream"] for answer in answers]
+            assert told.count("vllm-primary") == 27
+            assert len(asked) == 3
+            assert await gw.metric("pointsman_circuit_transitions_total") == 0
+    await well.aclose()
 
 
 @scenario

@@ -6,7 +6,7 @@ import time
 
 import httpx
 import pytest
-from gateway import CHAT, ask, gateway, scenario, until
+from gateway import CHAT, HOST, ask, gateway, scenario, until
 
 pytestmark = pytest.mark.envoy
 
@@ -134,6 +134,28 @@ async def test_rate_limit_goes_on_and_the_last_429_passes_as_it_came():
         await gw.fault("fallback", "5xx", status=429)
         response = await gw.chat()
         assert response.status_code == 429
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@scenario
+async def test_refusal_of_an_envoy_that_limits_rates_goes_on_like_any_other(status):
+    """Its x-envoy-ratelimited tells Envoys not to try again; on the next upstream, ours must."""
+    steering = "x-envoy-ratelimited: true\r\nx-envoy-immediate-health-check-fail: true\r\n"
+
+    async def provider(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 {status} no\r\n{steering}content-length: 0\r\n\r\n".encode())
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(provider, HOST, 0) as server:
+        url = f"http://{HOST}:{server.sockets[0].getsockname()[1]}"
+        async with gateway(base_urls={"primary": url}) as gw:
+            response = await gw.chat()
+            assert response.status_code == 200
+            assert response.headers["x-pointsman-upstream"] == "vllm-fallback"
+            direct = await gw.chat(ask(model="vllm-primary"), path="/v1/other")
+            assert not [name for name in direct.headers if name.startswith("x-envoy-")]
 
 
 @scenario

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -217,6 +218,28 @@ def test_only_worker_killed_keeps_the_queue_for_its_successor(scenario):
         outcomes = await asyncio.gather(*tasks)
         assert outcomes[0] == LOST
         assert all(isinstance(outcome, Embedded) for outcome in outcomes[1:])
+
+    scenario(steps, workers=1)
+
+
+@both_loops
+def test_machine_without_a_thread_to_spare_costs_time_and_no_seat(scenario, monkeypatch):
+    """At the limit of a cgroup's pids, say: the seat was given up for good, and a child left over."""
+    start, refused = threading.Thread.start, []
+
+    def starved(thread):
+        if thread.name.startswith("reap-") and len(refused) < 2:
+            refused.append(int(thread.name.removeprefix("reap-")))
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async def steps(pool, events):
+        monkeypatch.setattr(threading.Thread, "start", starved)
+        os.kill(pids(pool)[0], signal.SIGKILL)
+        await until(lambda: len(refused) == 2 and pool._idle)
+        assert events.restarts == [RestartCause.SIGNAL, RestartCause.START, RestartCause.START]
+        assert isinstance(await submit(pool, "hello"), Embedded)
+        await until(lambda: not any(map(alive, refused)))
 
     scenario(steps, workers=1)
 

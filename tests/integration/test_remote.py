@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from dataclasses import replace
 import pytest
 import uvloop
 from embeddings import Embeddings
-from gateway import gateway, until
+from gateway import free_ports, gateway, until
 from prometheus_client import CollectorRegistry
 
 from extproc.app import embedding as wiring
@@ -461,6 +462,25 @@ def test_commands_ask_the_service(service, away, tmp_path):
     dead = pointsman("route", "hello", "--config", str(path))
     assert dead.returncode == 1
     assert away.url in dead.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_sidecar_that_is_told_to_end_while_it_waits_for_the_service_ends(away, tmp_path, number):
+    """It used to wait on, up to a minute, then say that it was ready, and drain."""
+    path = tmp_path / "pointsman.toml"
+    tables = f'[extproc]\nsocket = "{tmp_path}/x.sock"\n[metrics]\nlisten = "127.0.0.1:{free_ports(1)[0]}"\n'
+    path.write_text(tables + UPSTREAMS + ROUTER.format(url=away.url))
+    command = [sys.executable, "-m", "extproc.cli", "serve", "--config", str(path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as sidecar:
+        try:
+            assert any("for the vectors of" in line for line in sidecar.stderr)
+            told = time.perf_counter()
+            sidecar.send_signal(number)
+            assert sidecar.wait(timeout=8) == 0
+            print(f"ended after {time.perf_counter() - told:.2f} s")
+            assert "ready" not in sidecar.stderr.read()
+        finally:
+            sidecar.kill()
 
 
 async def reason_for(running, text):

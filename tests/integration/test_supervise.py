@@ -223,6 +223,30 @@ def test_a_child_that_lives_but_is_never_ready_is_killed_and_counted():
     on_a_loop(scenario)
 
 
+def test_a_child_that_hangs_is_killed_and_started_again():
+    """A stopped process keeps its pid and its socket: only asking it shows."""
+
+    async def scenario():
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        ready = http_ready(Address("127.0.0.1", port), "/")
+        serve = (sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(port))
+        asking = {"answers": ready, "asked_every_s": 0.05, "most_silences": 2}
+        run = Run(Child(name="a", argv=serve, ready=ready, **asking))
+        await run.until(lambda: run.text.count('"GET / HTTP/1.1" 200') >= 5)
+        hung = run.supervisor.pids["a"]
+        os.kill(hung, signal.SIGSTOP)
+        await run.pid("a", other_than=hung)
+        assert not alive(hung)
+        assert "a does not answer: killing it\n" in run.text
+        served = run.text.count("200 -")
+        await run.until(lambda: run.text.count("200 -") > served)
+        await run.stop()
+
+    on_a_loop(scenario)
+
+
 @pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 5", 5), ("kill -9 $$", 1)])
 def test_an_essential_child_ends_everything_with_its_code(script, code):
     async def scenario():

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
 import socket
@@ -107,6 +108,15 @@ def own_config(directory):
     return path, ports
 
 
+def sidecar_of(pid):
+    """Its pid and its arguments."""
+    for child in children_of(pid):
+        arguments = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+        if "serve" in arguments:
+            return child, arguments
+    raise AssertionError("no sidecar")
+
+
 @scenario
 async def test_killed_sidecar_is_replaced_while_requests_go_on(tmp_path):
     path, ports = own_config(tmp_path)
@@ -115,11 +125,10 @@ async def test_killed_sidecar_is_replaced_while_requests_go_on(tmp_path):
         running("up", "--config", path, url=url) as process,
         httpx.AsyncClient(base_url=url, timeout=20) as client,
     ):
-        (sidecar,) = [
-            pid
-            for pid in children_of(process.pid)
-            if b"serve" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        ]
+        sidecar, _ = sidecar_of(process.pid)
+        path.write_text(
+            "edited, and not yet whole"
+        )  # for the next start; nothing here reads it again
         os.kill(sidecar, signal.SIGKILL)
         response = await client.post("/v1/chat/completions", json=ask(CODE))
         assert response.headers["x-pointsman-reason"] == "degraded_bypassed"
@@ -130,6 +139,23 @@ async def test_killed_sidecar_is_replaced_while_requests_go_on(tmp_path):
             return answer.status_code == 200 and answer.json()["reason"] == "semantic"
 
         await until(decided, within_s=30)
+
+
+@scenario
+async def test_what_children_read_when_they_start_again_is_held_against_cleaners_of_tmp(tmp_path):
+    """systemd-tmpfiles left Envoy without its bootstrap after ten days, for the next time it starts."""
+    path, ports = own_config(tmp_path)
+    async with running("up", "--config", path, url=f"http://{HOST}:{ports[0]}") as process:
+        _, arguments = sidecar_of(process.pid)
+        folder = Path(arguments[arguments.index("--config") + 1]).parent
+        assert {"envoy.yaml", "pointsman.toml"} <= {each.name for each in folder.iterdir()}
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            with pytest.raises(BlockingIOError):  # which it tries, and then leaves the folder alone
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        finally:
+            os.close(descriptor)
+    assert not folder.exists()
 
 
 @scenario

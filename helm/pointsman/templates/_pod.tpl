@@ -62,7 +62,7 @@ seccompProfile: {type: RuntimeDefault}
 {{- end }}
 - name: pointsman-config
   configMap: {name: {{ include "pointsman.fullname" . | quote }}}
-# The socket, Envoy's bootstrap, and the mark that a drain is on.
+# The socket, the configuration and Envoy's bootstrap as the pod began, and the mark that a drain is on.
 - name: pointsman-run
   emptyDir: {medium: Memory, sizeLimit: 32Mi}
 {{- if and (eq .Values.mode "extproc") .Values.extproc.tlsSecret }}
@@ -94,8 +94,11 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
   args:
     - |-
       pointsman check /etc/pointsman/pointsman.toml
+      # A container that starts again must read what its pod began with: the mounted file follows an upgrade,
+      # which is for the next pods, and which may have failed.
+      cp /etc/pointsman/pointsman.toml /run/pointsman/pointsman.toml
       {{- if not $extproc }}
-      pointsman render /etc/pointsman/pointsman.toml --write
+      pointsman render /run/pointsman/pointsman.toml --write
       {{- end }}
   {{- with include "pointsman.env" . }}
   env:
@@ -227,7 +230,7 @@ checksum/keys: {{ join "\n" $seen | sha256sum }}
 - name: pointsman
   image: {{ include "pointsman.image" (dict "image" .Values.image "tag" .Chart.AppVersion) | quote }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
-  args: [serve, --config, /etc/pointsman/pointsman.toml]
+  args: [serve, --config, /run/pointsman/pointsman.toml]
   {{- $env := include "pointsman.env" . }}
   {{- if or $env .Values.sidecar.extraEnv }}
   env:

@@ -365,6 +365,19 @@ def test_a_changed_config_rolls_the_pods_and_another_value_does_not(helm):
     assert annotations() == annotations(replicas=7, service={"port": 81})
 
 
+@pytest.mark.parametrize("values", [VALUES["default"], VALUES["extproc-istio"]])
+def test_a_container_that_starts_again_reads_what_its_pod_began_with(helm, values):
+    """The ConfigMap is mounted, and has changed: for pods to come, by an upgrade that may have failed."""
+    pod = only(helm.manifests(values=values), "Deployment")["spec"]["template"]["spec"]
+    (script,) = pod["initContainers"][0]["args"]
+    commands = [line for line in script.splitlines() if not line.startswith("#")]
+    mounted, kept = "/etc/pointsman/pointsman.toml", "/run/pointsman/pointsman.toml"
+    assert commands[:2] == [f"pointsman check {mounted}", f"cp {mounted} {kept}"]
+    assert commands[2:] in ([], [f"pointsman render {kept} --write"])
+    (sidecar,) = [each for each in pod["containers"] if each["name"] == "pointsman"]
+    assert sidecar["args"] == ["serve", "--config", kept]
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [

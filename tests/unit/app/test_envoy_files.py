@@ -100,6 +100,21 @@ def test_a_bad_file_changes_nothing_is_told_once_and_shows_no_key(tmp_path, keep
     assert told == [False, True]
 
 
+@pytest.mark.parametrize("text", ["team-a short\n", None])
+def test_going_back_to_the_keys_in_force_is_told_as_a_fault_mended(tmp_path, keeper, text):
+    keeper, told = keeper
+    keys = tmp_path / "keys"
+    good = keys.read_text()
+    keys.unlink() if text is None else keys.write_text(text)
+    keeper.look()
+    keeper.look()
+    keys.write_text(good)
+    for _ in range(4):
+        keeper.look()
+    assert told == [False, True]
+    assert published(tmp_path) == [KEY]
+
+
 def test_a_keeper_that_starts_behind_a_change_takes_it(tmp_path, config):
     """The sidecar was dead while the file changed."""
     install(config)

@@ -22,6 +22,7 @@ from extproc.core.errors import FallbackReason, Outcome
 
 LEFT = "downstream_connection_termination"
 CUT = "upstream_protocol_error"
+UNREADABLE = "downstream_protocol_error"
 TEXT = st.text(st.sampled_from("ab:,5 ") | st.characters()) | st.sampled_from(
     [
         "rule",
@@ -34,7 +35,7 @@ TEXT = st.text(st.sampled_from("ab:,5 ") | st.characters()) | st.sampled_from(
         "a:circuit_open,",
     ]
 )
-FLAGS = st.frozensets(st.sampled_from([LEFT, CUT, "no_healthy_upstream", "unheard_of"]))
+FLAGS = st.frozensets(st.sampled_from([LEFT, CUT, UNREADABLE, "no_healthy_upstream", "unheard_of"]))
 
 
 def request(status: int, *flags: str, upstream: str = "a", fallback: str = "") -> RequestRecord:
@@ -68,6 +69,11 @@ def request(status: int, *flags: str, upstream: str = "a", fallback: str = "") -
         (request(504, "upstream_request_timeout"), Outcome.FAILED),
         (request(503, upstream="rule"), Outcome.FAILED),  # no canned text passes for an embedding
         (request(500, LEFT), Outcome.CLIENT_GONE),
+        (request(400, UNREADABLE, upstream=""), Outcome.REJECTED),  # told, and then cut off
+        (request(426, UNREADABLE, upstream=""), Outcome.REJECTED),
+        (request(400, UNREADABLE, LEFT), Outcome.CLIENT_GONE),
+        (request(200, UNREADABLE), Outcome.CLIENT_GONE),  # garbage while it got its answer
+        (request(0, UNREADABLE), Outcome.CLIENT_GONE),
     ],
 )
 def test_request_ends_in_the_outcome_that_its_record_tells(

@@ -186,6 +186,18 @@ def test_breaker_of_envoy_carries_the_policy(rendered: Render) -> None:
     assert built.cluster("tier.primary")["common_lb_config"]["healthy_panic_threshold"] == {}
 
 
+def test_addresses_of_one_name_are_left_out_sooner_and_for_longer_than_the_upstream(
+    rendered: Render,
+) -> None:
+    policy = '[circuit_breaker]\nfailure_threshold = 5\nwindow = "40s"\ncooldown = "10s"\n'
+    outlier = rendered(one("https://llm.example") + policy).cluster("hosts.a")["outlier_detection"]
+    assert outlier["consecutive_5xx"] == 3
+    assert outlier["base_ejection_time"] == "41s"  # the next failures fall into another window
+    assert outlier["max_ejection_percent"] == 50  # of one address, none
+    alone = rendered(one("http://127.0.0.1:1") + policy).cluster("hosts.a")
+    assert "outlier_detection" not in alone
+
+
 def test_every_failure_of_envoys_own_has_a_reason_and_a_body(rendered: Render) -> None:
     mappers = rendered(one("https://llm.example")).hcm("tier.a")["local_reply_config"]["mappers"]
     reasons = []

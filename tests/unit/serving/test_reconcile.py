@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +136,26 @@ def test_envoy_that_does_not_answer_is_counted_and_nothing_is_concluded(
         await run.reconciler.aclose()
 
     asyncio.run(life())
+
+
+def test_without_room_for_its_file_it_counts_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk used to end the sidecar by SIGBUS, at its first record and after each restart."""
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def life() -> None:
+        run = Run(tmp_path / "x.ledger", monkeypatch)
+        run.reconciler.start()
+        await run.read(reading(0))
+        run.receive(SERVED)
+        await run.read(reading(2))
+        await run.read(reading(2))
+        assert run.count("requests_unseen_total", cause="record_lost") == 1
+        await run.reconciler.aclose()
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    asyncio.run(life())
+    assert "x.ledger: No space left on device" in caplog.text
