@@ -18,7 +18,6 @@ from prometheus_client import CollectorRegistry, ProcessCollector, disable_creat
 
 from extproc.app.board import Board
 from extproc.app.embedding import Embedding, Learned, running_embedding, worker_count
-from extproc.app.envoy_files import KeyKeeper
 from extproc.app.judge import Encodes, Judge, build_static, fit_fast_tier, open_static
 from extproc.app.plan import compile_plan, needs_encoder, scored_rules
 from extproc.config import Config
@@ -245,6 +244,9 @@ def _keep_keys(config: Config, metrics: Metrics) -> asyncio.Task[None] | None:
     auth = config.server.auth
     if auth is None:
         return None
+    # Envoy's typed messages come along: half of the work of a start, and 23 MB.
+    from extproc.app.envoy_files import KeyKeeper  # noqa: PLC0415
+
     keeper = KeyKeeper(auth.keys_file, config.run_dir, told=lambda ok: metrics.keys_reloaded(ok=ok))
     return asyncio.create_task(keeper.run())
 
