@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import uvloop
+from ports import free_ports
 from prometheus_client import CollectorRegistry
 
 from extproc.app.embedding import running_embedding
@@ -215,14 +215,12 @@ def bare_cache(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_first_start_is_ready_before_the_table_and_uses_it_once_it_is_there(
-    bare_cache, caplog, free_ports
-):
+def test_first_start_is_ready_before_the_table_and_uses_it_once_it_is_there(bare_cache, caplog):
     caplog.set_level(logging.INFO)
     plain = config()
     listen = [
         replace(each, port=port)
-        for each, port in zip((plain.metrics, plain.admin), free_ports, strict=True)
+        for each, port in zip((plain.metrics, plain.admin), free_ports(2), strict=True)
     ]
     gateway = replace(
         plain, metrics=listen[0], admin=listen[1], extproc_socket=str(bare_cache / "x.sock")
@@ -262,14 +260,3 @@ def test_builder_that_fails_is_logged_with_its_own_words(tmp_path, caplog):
     play(steps)
     assert "POINTSMAN_CACHE" in caplog.text
     assert not table_path(tmp_path).exists()
-
-
-@pytest.fixture
-def free_ports():
-    socks = [socket.socket() for _ in range(2)]
-    for sock in socks:
-        sock.bind(("127.0.0.1", 0))
-    ports = [sock.getsockname()[1] for sock in socks]
-    for sock in socks:
-        sock.close()
-    return ports
