@@ -215,6 +215,7 @@ def bare_cache(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.timeout(300)  # the builder lets everything else on the machine go first
 def test_first_start_is_ready_before_the_table_and_uses_it_once_it_is_there(bare_cache, caplog):
     caplog.set_level(logging.INFO)
     plain = config()
@@ -229,7 +230,7 @@ def test_first_start_is_ready_before_the_table_and_uses_it_once_it_is_there(bare
     async def steps():
         async with running_sidecar(gateway, progress=print) as registry:
             assert registry.get_sample_value("pointsman_static_encoder_ready") == 0
-            async with asyncio.timeout(100):
+            async with asyncio.timeout(280):
                 while not registry.get_sample_value("pointsman_static_encoder_ready"):
                     await asyncio.sleep(0.1)
         assert find_static(bare_cache) is not None
