@@ -34,8 +34,10 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 run: install
 	@exec $(BIN)/pointsman up --demo
 
+# The tests mostly wait: more workers than cores pay off, until they make each other late.
+WORKERS ?= 3
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from typing import Any
@@ -22,11 +21,11 @@ from typing import Any
 import aiohttp
 import numpy as np
 from aiohttp import web
+from ports import HOST, free_ports
 
 from extproc.embedding.encoder import Encoder
 from extproc.embedding.model import default_cache_dir, ensure_model
 
-HOST = "127.0.0.1"
 START_S = 30.0
 
 
@@ -132,9 +131,7 @@ class Embeddings:
     """Mutable: the process, which may be stopped, killed and started again on the same port."""
 
     def __init__(self) -> None:
-        with socket.socket() as chosen:
-            chosen.bind((HOST, 0))
-            self.port = chosen.getsockname()[1]
+        (self.port,) = free_ports(1)
         self.url = f"http://{HOST}:{self.port}/v1/embeddings"
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -8,7 +8,6 @@ import functools
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import httpx
+from ports import HOST, free_ports
 from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.app.audit import as_text, compare
@@ -27,7 +27,6 @@ from extproc.demo.upstream import ScriptedUpstream
 from extproc.supervise import find_envoy
 
 CHAT = "/v1/chat/completions"
-HOST = "127.0.0.1"
 START_S = 60.0
 AUDIT_S = 12.0
 
@@ -59,14 +58,6 @@ def scenario(function):
 
 def ask(text="hello there", model="auto", **more):
     return {"model": model, "messages": [{"role": "user", "content": text}], **more}
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 async def until(condition: Callable[[], object], *, within_s: float = 5.0, every_s: float = 0.02):

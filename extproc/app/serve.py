@@ -18,7 +18,6 @@ from prometheus_client import CollectorRegistry, ProcessCollector, disable_creat
 
 from extproc.app.board import Board
 from extproc.app.embedding import Embedding, Learned, running_embedding, worker_count
-from extproc.app.envoy_files import KeyKeeper, key_files
 from extproc.app.judge import Encodes, Judge, build_static, fit_fast_tier, open_static
 from extproc.app.plan import compile_plan, needs_encoder, semantic_index
 from extproc.config import Config
@@ -259,6 +258,13 @@ async def _serving_foreign(
 
 
 def _keep_keys(config: Config, metrics: Metrics) -> list[asyncio.Task[None]]:
+    if config.server.auth is None and not any(
+        each.api_key_file for each in config.upstreams.values()
+    ):
+        return []
+    # Envoy's typed messages come along: half of the work of a start, and 23 MB.
+    from extproc.app.envoy_files import KeyKeeper, key_files  # noqa: PLC0415
+
     def told(ok: bool) -> None:  # noqa: FBT001  a callback
         metrics.keys_reloaded(ok=ok)
 

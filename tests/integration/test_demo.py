@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import httpx
 import pytest
 import uvloop
+from ports import free_ports
 
 from extproc.demo.faults import BadSchema, Ending, Fault, FaultKind
 from extproc.demo.seen import Ended
@@ -492,14 +493,6 @@ def demo_process(*arguments, **options):
             yield child
         finally:
             child.kill()
-
-
-def free_ports(count):
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -1,4 +1,4 @@
-"""The runtime needs no torch: it runs where torch cannot be imported, and no module asks for it."""
+"""What a process does not load: torch nowhere, and Envoy's typed messages not in the sidecar."""
 
 from __future__ import annotations
 
@@ -49,6 +49,13 @@ def test_runtime_encodes_where_torch_cannot_be_imported():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "(1, 512) []"
+
+
+def test_sidecar_starts_without_envoys_typed_messages():
+    """They are half of the work of a start; whoever renders Envoy's files needs them."""
+    code = "import sys, extproc.app.serve; print('envoy_data_plane' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 MODULES = sorted(Path(extproc.__file__).parent.rglob("*.py"))

@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 import uvloop
+from ports import free_ports
 from prometheus_client import CollectorRegistry
 
 from extproc.app import plan
@@ -216,8 +216,9 @@ def bare_cache(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.timeout(300)  # the builder lets everything else on the machine go first
 def test_first_start_is_ready_before_the_table_and_uses_it_once_it_is_there(
-    bare_cache, caplog, free_ports, monkeypatch
+    bare_cache, caplog, monkeypatch
 ):
     caplog.set_level(logging.INFO)
     estimates = Mock(wraps=plan.calibrated)
@@ -225,7 +226,7 @@ def test_first_start_is_ready_before_the_table_and_uses_it_once_it_is_there(
     plain = config()
     listen = [
         replace(each, port=port)
-        for each, port in zip((plain.metrics, plain.admin), free_ports, strict=True)
+        for each, port in zip((plain.metrics, plain.admin), free_ports(2), strict=True)
     ]
     gateway = replace(
         plain, metrics=listen[0], admin=listen[1], extproc_socket=str(bare_cache / "x.sock")
@@ -234,7 +235,7 @@ def test_first_start_is_ready_before_the_table_and_uses_it_once_it_is_there(
     async def steps():
         async with running_sidecar(gateway, progress=print) as registry:
             assert registry.get_sample_value("pointsman_static_encoder_ready") == 0
-            async with asyncio.timeout(100):
+            async with asyncio.timeout(280):
                 while not registry.get_sample_value("pointsman_static_encoder_ready"):
                     await asyncio.sleep(0.1)
         assert find_static(bare_cache) is not None
@@ -266,14 +267,3 @@ def test_builder_that_fails_is_logged_with_its_own_words(tmp_path, caplog):
     play(steps)
     assert "POINTSMAN_CACHE" in caplog.text
     assert not table_path(tmp_path).exists()
-
-
-@pytest.fixture
-def free_ports():
-    socks = [socket.socket() for _ in range(2)]
-    for sock in socks:
-        sock.bind(("127.0.0.1", 0))
-    ports = [sock.getsockname()[1] for sock in socks]
-    for sock in socks:
-        sock.close()
-    return ports

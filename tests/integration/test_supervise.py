@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from ports import free_ports
 
 from extproc.config.model import Address, Upstream
 from extproc.demo import demo_argv
@@ -304,18 +305,13 @@ def test_http_probe():
     on_a_loop(scenario)
 
 
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 @pytest.mark.envoy
 def test_envoy_and_the_demo_upstreams_are_kept():
     async def scenario():
-        admin = Address("127.0.0.1", free_port())
+        admin_port, upstream_port = free_ports(2)
+        admin = Address("127.0.0.1", admin_port)
         upstream = Upstream(
-            id="coder", name="coder", base_url=f"http://127.0.0.1:{free_port()}", model="m"
+            id="coder", name="coder", base_url=f"http://127.0.0.1:{upstream_port}", model="m"
         )
         bootstrap = {
             "admin": {

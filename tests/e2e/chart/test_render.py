@@ -623,7 +623,6 @@ def config_values():
 # Helm runs for each example: few of them, the same each time, and none to find a smaller one.
 SLOW = settings(
     max_examples=int(os.environ.get("CHART_EXAMPLES", "60")),
-    deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),

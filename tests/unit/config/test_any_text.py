@@ -26,8 +26,7 @@ VALUES = r"""
 
 ANY_VALUE = st.sampled_from(VALUES.split())
 
-# The machine may be busy; how long an example takes is not what these tests are about.
-relaxed = settings(max_examples=300, deadline=None)
+many = settings(max_examples=300)
 
 
 def check(text):
@@ -62,19 +61,19 @@ def use(config):
     assert config.server.read_timeout_s >= 0.001
 
 
-@relaxed
+@many
 @given(st.text())
 def test_any_text(text):
     check(text)
 
 
-@relaxed
+@many
 @given(st.text(alphabet=st.sampled_from("[]{}=\"'#.,\n\\ \r\tab1-_:\ufeff\ud800")))
 def test_any_text_of_the_characters_of_toml(text):
     check(text)
 
 
-@relaxed
+@many
 @given(st.data())
 def test_full_example_with_pieces_moved(data):
     text = FULL
@@ -85,7 +84,7 @@ def test_full_example_with_pieces_moved(data):
     check(text)
 
 
-@relaxed
+@many
 @given(st.data())
 def test_full_example_with_other_values_lines_and_tables(data):
     lines = list(FULL_LINES)
@@ -109,7 +108,7 @@ BELOW = st.sampled_from(
 )
 
 
-@relaxed
+@many
 @given(
     st.dictionaries(TABLES, ANY_VALUE, max_size=3),
     st.dictionaries(st.tuples(TABLES, BELOW), st.dictionaries(TABLES, ANY_VALUE, max_size=2)),

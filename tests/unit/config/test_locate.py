@@ -4,7 +4,7 @@ import json
 import tomllib
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.config.locate import locate
@@ -184,7 +184,6 @@ class Writer:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(st.data())
 def test_every_path_of_any_document_is_on_its_line(data):
     writer = Writer(data.draw)

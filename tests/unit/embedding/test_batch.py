@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.embedding.batch import Budget, Filling, Work, batches, work_of
@@ -64,7 +64,6 @@ def test_chinese_is_cut_sooner_than_english():
     assert len(head) == len(tail) == END_TOKENS - 2
 
 
-@settings(deadline=None)
 @given(st.text() | st.integers(0, 5000).map(lambda size: "你 a" * size))
 def test_any_text_costs_no_more_than_its_vectors_may(text):
     work = work_of(text)
@@ -82,7 +81,6 @@ def test_estimate_is_near_what_a_tokeniser_counts(name):
     assert 0.9 < sum(work_of(text).tokens for text in texts) / real < 1.3
 
 
-@settings(deadline=None)
 @given(WORKS, st.integers(1, 400), st.integers(1, 5))
 def test_batches_hold_all_in_order_and_are_over_budget_for_one_text_alone(works, tokens, inputs):
     made = list(batches(works, Budget(tokens, inputs)))

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.embedding.service import Failure, Fault, read_answer
@@ -89,7 +89,6 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(JSON.map(json.dumps).map(str.encode) | st.binary(max_size=80), st.integers(1, 3))
 def test_any_answer_is_vectors_or_a_failure(body, count):
     result = read_answer(body, count)

@@ -57,7 +57,7 @@ def say(rendered: Any) -> Callable[[str], dict[str, Any]]:
     return build
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(text=st.text(st.characters(codec="utf-8"), min_size=1, max_size=30))
 @example(text='100 % "quoted" \\ \n %UNIQUE_ID% %REQ(cookie)% "created":-1 模型')
 @example(text="data: [DONE]\n\ndata: x")
@@ -83,7 +83,7 @@ def test_text_that_holds_the_placeholder_of_the_id_arrives(say: Any) -> None:
     assert json.loads(body)["choices"][0]["message"]["content"] == "see ticket @ID@"
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(text=st.text(st.characters(codec="utf-8"), min_size=1, max_size=30))
 @example(text="line\n  and \t\x7f\x85\u2028\ufeff 😀 ")
 def test_yaml_keeps_any_text(say: Any, text: str) -> None:
