@@ -324,6 +324,23 @@ async def test_gets_and_other_paths_pass_to_the_default_chain():
 
 
 @scenario
+async def test_a_body_that_came_with_its_length_reaches_the_upstream_with_it():
+    """Whether it was changed, left alone, or passed the sidecar by: not all upstreams take chunks."""
+    async with gateway() as gw:
+        for reasons in (("default", "default", "degraded_body"), ("degraded_bypassed",) * 3):
+            answers = [
+                await gw.chat(),
+                await gw.client.post("/v1/files", files={"file": b"model: auto"}),
+                await gw.client.post("/tokenize", content=b"[1, 2", headers=RAW),
+            ]
+            assert tuple(each.headers["x-pointsman-reason"] for each in answers) == reasons
+            for seen in gw.upstreams["primary"].seen[-3:]:
+                assert "transfer-encoding" not in seen.headers
+                assert seen.headers["content-length"] == str(len(seen.body))
+            gw.kill_sidecar()
+
+
+@scenario
 async def test_models_and_route_are_answered_without_an_upstream():
     async with gateway() as gw:
         models = (await gw.client.get("/v1/models")).json()
