@@ -416,25 +416,26 @@ socket = "{gw.socket_path}"
         assert response.json()["choices"][0]["text"].startswith("The service is busy")
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"BLAH\r\n\r\n",
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nZZ\r\n",
-    ],
-    ids=["no host", "no request line", "torn chunk"],
-)
 @scenario
-async def test_broken_http_is_told_in_openai_shape_too(sent):
+async def test_broken_http_is_told_in_openai_shape_too():
+    post = b"POST /v1/chat/completions HTTP/1.%d\r\nhost: x\r\n"
+    sent = [
+        (400, b"GET / HTTP/1.1\r\n\r\n"),
+        (400, b"BLAH\r\n\r\n"),
+        (400, post % 1 + b"transfer-encoding: chunked\r\n\r\nZZ\r\n"),
+        (426, post % 0 + b"content-length: 2\r\n\r\n{}"),
+        (501, post % 1 + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n"),
+        (403, post % 1 + b"connection: upgrade, close\r\nupgrade: websocket\r\n\r\n"),
+    ]
     async with gateway() as gw:
-        reader, writer = await asyncio.open_connection("127.0.0.1", gw.listen)
-        writer.write(sent)
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-        writer.close()
-        assert head.startswith(b"HTTP/1.1 400")
-        assert json.loads(body)["error"]["code"] == "bad_request"
-        assert b"x-pointsman-reason: local" in head
+        for status, request in sent:
+            reader, writer = await asyncio.open_connection(HOST, gw.listen)
+            writer.write(request)
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            writer.close()
+            assert head.startswith(b"HTTP/1.1 %d" % status)
+            assert json.loads(body)["error"]["code"] == "bad_request"
+            assert b"x-pointsman-reason: local" in head
 
 
 @scenario
