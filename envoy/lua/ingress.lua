@@ -18,6 +18,9 @@ function envoy_on_request(handle)
   if handle:headers():get("x-pointsman-chain") then return end -- the sidecar decided on headers and body
   local body = handle:body(true)
   local headers = handle:headers() -- header objects do not outlive the wait for the body
+  local size = body:length()
+  -- ext_proc takes it off a request that it tells whole, and chunks are not every upstream's to read.
+  if size > 0 then headers:replace("content-length", tostring(size)) end
   local decided = handle:streamInfo():dynamicMetadata():get(CONTEXT.decided)
   if decided then
     for name, value in pairs(decided) do headers:replace(name, value) end
@@ -34,7 +37,6 @@ function envoy_on_request(handle)
     return
   end
 
-  local size = body:length()
   local wanted = takes_model(string.match(headers:get(":path") or "", "^([^?]-)/*%f[?%z]"))
   if size > 0 then
     local text = body:getBytes(0, size)
@@ -55,8 +57,7 @@ function envoy_on_request(handle)
       end
       local rewritten = string.sub(text, 1, first - 1) .. value .. string.sub(text, last + 1)
       local offset = first - 1 + (#spans > 0 and 0 or #'"model":')
-      local new_size = body:setBytes(rewritten)
-      if headers:get("content-length") then headers:replace("content-length", tostring(new_size)) end
+      headers:replace("content-length", tostring(body:setBytes(rewritten)))
       headers:replace("x-pointsman-model-span", offset .. ":" .. #model)
       headers:replace("x-pointsman-model", CONTEXT.model_name)
       if stream then headers:replace("x-pointsman-stream", "true") end

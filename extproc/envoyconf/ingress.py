@@ -386,11 +386,6 @@ def _local_replies() -> LocalReplyConfig:
     return LocalReplyConfig(
         mappers=[
             # The sidecar's own 4xx are local replies too and keep their bodies.
-            parts.local_reply(
-                parts.all_of(parts.status_is(400), parts.admitted(invert=True)),
-                BAD_REQUEST,
-                unrouted,
-            ),
             parts.local_reply(parts.flagged(["DPE"]), BAD_REQUEST, unrouted),
             # The filter of the clients' keys is all that says 401 here; an upstream's is no local reply.
             parts.local_reply(
@@ -401,6 +396,15 @@ def _local_replies() -> LocalReplyConfig:
             *(
                 parts.local_reply(parts.status_is(kind.status), kind, unrouted)
                 for kind in (REQUEST_TIMEOUT, REQUEST_TOO_LARGE, HEADERS_TOO_LARGE)
+            ),
+            # HTTP/1.0, an upgrade, an encoding of the transfer: each has a status of its own.
+            *(
+                parts.local_reply(
+                    parts.all_of(parts.status_is(status), parts.admitted(invert=True)),
+                    BAD_REQUEST,
+                    unrouted,
+                )
+                for status in (400, 403, 426, 501)
             ),
             # Outlier detection has ejected every member of a chain without a rule.
             parts.local_reply(

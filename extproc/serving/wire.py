@@ -16,6 +16,7 @@ from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ext_proc_grpc
+from google.protobuf.message import DecodeError
 
 from extproc.core import wire_names
 from extproc.core.accounts import AttemptRecord, RequestRecord
@@ -37,6 +38,10 @@ _METHODS: Final = {
 }
 _MAX_TOKENS: Final = 100_000_000
 _DETAILS: Final = "response.code_details"
+_STREAM_ID: Final = (2, 1, 1, 26)  # http_logs, log_entry, common_properties, stream_id
+_TO_ASCII: Final = bytes(range(128)) + b"?" * 128
+_DELIMITED: Final = 2
+_FIXED: Final = {1: 8, 5: 4}  # wire type -> bytes
 _BODY_MODES: Final = processing_mode_pb2.ProcessingMode.BodySendMode
 _PATH: Final = wire_names.attribute(":path")
 _CONTENT_TYPE: Final = wire_names.attribute(wire_names.CONTENT_TYPE)
@@ -46,6 +51,7 @@ _REQUEST_ID: Final = wire_names.attribute("x-request-id")
 
 # grpc.health.v1, spelt out: one message with one number, for ever, and no package for it.
 _EXT_PROC: Final = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+_LOGS: Final = "envoy.service.accesslog.v3.AccessLogService"
 _HEALTH: Final = "grpc.health.v1.Health"
 _SERVING: Final = b"\x08\x01"
 _NOT_SERVING: Final = b"\x08\x02"
@@ -53,7 +59,53 @@ _NOT_SERVING: Final = b"\x08\x02"
 
 def add_servicers(server: grpc.aio.Server, *, processor: Any, access_log: Any) -> None:
     server.add_generic_rpc_handlers((_ToldWholeOrNot(processor),))
-    als_pb2_grpc.add_AccessLogServiceServicer_to_server(access_log, server)
+    stream_logs = grpc.stream_unary_rpc_method_handler(
+        access_log.StreamAccessLogs,
+        request_deserializer=decode_log,
+        response_serializer=AccessLogResponse.SerializeToString,
+    )
+    handlers = {"StreamAccessLogs": stream_logs}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_LOGS, handlers),))
+
+
+def decode_log(raw: bytes) -> Any:
+    """A message of the access log, whatever clients have sent.
+
+    Envoy copies `x-request-id` as it came into `stream_id`, and a protobuf string holds UTF-8 alone.
+    Refusing the message would end the log's stream, and with it the records of other requests.
+    """
+    try:
+        return AccessLogMessage.FromString(raw)
+    except DecodeError:
+        mended = bytearray(raw)
+        for start, end in _found(raw, 0, len(raw), _STREAM_ID):
+            mended[start:end] = raw[start:end].translate(_TO_ASCII)
+        return AccessLogMessage.FromString(bytes(mended))
+
+
+def _found(raw: bytes, at: int, end: int, path: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Where the values of a nested field stand (https://protobuf.dev/programming-guides/encoding)."""
+    while at < end:
+        key, at = _varint(raw, at)
+        size = _FIXED.get(key & 7)
+        if size is None:
+            size, after = _varint(raw, at)
+            at, size = (after, size) if key & 7 == _DELIMITED else (after, 0)
+        if key >> 3 == path[0] and key & 7 == _DELIMITED:
+            if path[1:]:
+                yield from _found(raw, at, at + size, path[1:])
+            else:
+                yield at, at + size
+        at += size
+
+
+def _varint(raw: bytes, at: int) -> tuple[int, int]:
+    """The number, and where the next one begins."""
+    value = shift = 0
+    while raw[at] & 0x80:
+        value |= (raw[at] & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+    return value | raw[at] << shift, at + 1
 
 
 class _ToldWholeOrNot(grpc.GenericRpcHandler):  # type: ignore[misc]  # no types

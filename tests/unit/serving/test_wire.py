@@ -417,3 +417,18 @@ def test_request_that_envoy_refused_at_once_says_nothing_in_our_name() -> None:
     }
     (record,) = wire.decode_records("request", logged(entry(400, sent=forged, metadata={})))
     assert record == RequestRecord(status=400, flags=frozenset(), request_id="id-1")
+
+
+@given(text=st.text(st.characters(exclude_characters="~")), bad=st.binary(min_size=5, max_size=99))
+def test_an_id_of_any_bytes_from_a_client_costs_no_record(text: str, bad: bytes) -> None:
+    message = logged(entry(sent={"x-pointsman-route": text}), entry())
+    for each in message.http_logs.log_entry:
+        each.common_properties.sample_rate = 0.5  # another wire type beside it
+        each.common_properties.stream_id = "~" * len(bad)
+    raw = message.SerializeToString().replace(b"~" * len(bad), bad)
+    assert raw.count(bad) >= 2
+    found = wire.decode_log(raw)
+    for each in found.http_logs.log_entry:
+        assert len(each.common_properties.stream_id.encode()) == len(bad)
+        each.common_properties.stream_id = "~" * len(bad)
+    assert found == message
