@@ -36,6 +36,9 @@ CLIENT: Final = "x-pointsman-client"
 WATCH: Final = "x-pointsman-watch"
 """Set by a sidecar that is there to hold a stream's headers until its first chunk."""
 
+WATCH_MS: Final = "pointsman-watch-ms"
+"""Metadata of a watch's own stream: how long the sidecar may hold headers back."""
+
 # Request headers that Envoy's own filters keep for the account.
 UPSTREAM: Final = "x-pointsman-upstream"
 ATTEMPTS: Final = "x-pointsman-attempts"

@@ -23,6 +23,7 @@ from envoy_data_plane.envoy.config.core.v3 import (
     DataSource,
     GrpcService,
     GrpcServiceEnvoyGrpc,
+    HeaderValue,
     Http1ProtocolOptions,
     TransportSocket,
     TypedExtensionConfig,
@@ -92,7 +93,7 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
     HttpProtocolOptionsExplicitHttpConfig,
 )
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
-from envoy_data_plane.envoy.type.v3 import HttpStatus, Percent, StatusCode
+from envoy_data_plane.envoy.type.v3 import Percent
 from envoy_data_plane.google.protobuf import Any
 
 from extproc.config import RETRY_AFTER_CAP_S, Config, Upstream
@@ -111,6 +112,8 @@ SKIPPED_STATUS: Final = 460
 """Outlier detection counts 5xx, so a skipped or uncounted attempt travels as a 4xx of our own."""
 
 _FIRST_TOKEN: Final = "first_token"  # noqa: S105  a filter, no secret
+_WATCH_SLACK_S: Final = 1.0
+"""How much later than the sidecar Envoy gives up waiting for a first chunk."""
 _MAX_EVENT_BYTES: Final = 64 * 1024
 """A longer event passes unread; the one with the usage is some hundred bytes."""
 CA_BUNDLE: Final = "/etc/ssl/certs/ca-certificates.crt"
@@ -329,17 +332,23 @@ def idle_timeout_s(upstream: Upstream, config: Config) -> float:
 def _first_token_watch(upstream: Upstream) -> list[HttpFilter]:
     """A second use of ext_proc: the sidecar holds the headers of a stream until its first chunk.
 
-    Nothing native retries a stream whose headers came and whose first token does not. The filter
-    fails shut, or a timeout could not be told from an answer; so it runs only for requests that a
-    living sidecar asked to be watched (see `_routes`).
+    Nothing native retries a stream whose headers came and whose first token does not. It is the
+    sidecar that says when the time is up: should it die or hang meanwhile, Envoy sends the stream on
+    unwatched. Were that a failure, the sidecar's end would be one of every stream that waits, and five
+    of them eject an upstream that is well.
     """
-    if upstream.first_token_timeout_s is None:
+    timeout_s = upstream.first_token_timeout_s
+    if timeout_s is None:
         return []
     watch = ExternalProcessor(
         grpc_service=GrpcService(
-            envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=parts.EXTPROC_CLUSTER)
+            envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=parts.EXTPROC_CLUSTER),
+            initial_metadata=[
+                HeaderValue(key=wire_names.WATCH_MS, value=str(round(timeout_s * 1000)))
+            ],
         ),
-        message_timeout=parts.seconds(upstream.first_token_timeout_s),
+        failure_mode_allow=True,
+        message_timeout=parts.seconds(timeout_s + _WATCH_SLACK_S),
         processing_mode=ProcessingMode(
             request_header_mode=ProcessingModeHeaderSendMode.SKIP,
             response_header_mode=ProcessingModeHeaderSendMode.SEND,
@@ -348,7 +357,6 @@ def _first_token_watch(upstream: Upstream) -> list[HttpFilter]:
         ),
         forward_rules=parts.only_headers([wire_names.CONTENT_TYPE]),
         send_body_without_waiting_for_header_response=True,
-        status_on_error=HttpStatus(code=StatusCode.GatewayTimeout),
     )
     return [parts.http_filter(_FIRST_TOKEN, watch)]
 
@@ -497,7 +505,7 @@ def _mappers(upstream: Upstream) -> list[ResponseMapper]:
     mappers = [
         parts.local_reply(parts.status_is(413), REQUEST_TOO_LARGE, who),
         *(failure(parts.flagged(flags), kind, reason) for flags, reason, kind in _FLAGS),
-        # The first-token watch ran out of time, and Envoy sets no flag for it.
+        # The sidecar says that a stream's first chunk did not come in time.
         failure(parts.status_is(504), UPSTREAM_TIMEOUT, FallbackReason.TIMEOUT),
         failure(parts.status_at_least(500), GATEWAY_ERROR, FallbackReason.CONNECT_ERROR),
     ]

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import grpc
 
-from extproc.core.errors import RouteReason
+from extproc.core import wire_names
+from extproc.core.errors import UPSTREAM_TIMEOUT, RouteReason, error_body
 from extproc.core.exchange import (
     Action,
     Continue,
@@ -25,11 +26,17 @@ from extproc.core.exchange import (
     Respond,
     Scored,
 )
+from extproc.core.foreign import Reply
 from extproc.metrics import Metrics
 from extproc.serving import wire
 from extproc.serving.decided import Decided, Tell
 
 _log = logging.getLogger(__name__)
+
+_NO_FIRST_TOKEN: Final = Reply(
+    UPSTREAM_TIMEOUT.status, error_body(UPSTREAM_TIMEOUT), {}, UPSTREAM_TIMEOUT.code
+)
+"""Where nothing stands further on in the chain; else the tier labels it, and it is not sent."""
 
 Embed = Callable[[str, float], Awaitable[Embedded | Scored | NotEmbedded]]
 """Text and absolute deadline (loop.time() seconds) -> vectors, scores, or why neither; never late."""
@@ -122,7 +129,7 @@ class Processor(wire.ExternalProcessorServicer):  # type: ignore[misc]  # genera
         async for message in requests:
             first = first or message
             if wire.is_response_phase(message):
-                async for reply in _watch_first_token(message, requests):
+                async for reply in _watch_first_token(message, requests, context):
                     yield reply
                 return
             try:
@@ -199,17 +206,30 @@ def _decided(
     )
 
 
-async def _watch_first_token(first: Any, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+def _hold_s(context: grpc.aio.ServicerContext) -> float | None:
+    """Of a tier's watch: its first-token timeout."""
+    told = dict(context.invocation_metadata() or ()).get(wire_names.WATCH_MS)
+    return float(told) / 1000 if isinstance(told, str) and told.isdecimal() else None
+
+
+async def _watch_first_token(
+    first: Any, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext
+) -> AsyncIterator[Any]:
     """The stream of a tier's watch: hold the reply to a stream's headers until its first chunk.
 
-    Envoy's message_timeout on the held reply is the first-token timeout; while it runs, the tier
-    has sent nothing on, and the chain can still take the next upstream. Then the gRPC stream ends,
+    While it is held the tier has sent nothing on, and the chain can still take the next upstream;
+    once the time that the tier gave is up, a 504 has it do so. With a chunk the gRPC stream ends,
     cleanly: Envoy sends the rest of the answer on by itself, and our death breaks no live stream.
     """
-    if wire.begins_stream(first):
-        async for message in requests:
-            yield wire.pass_unchanged(first)
-            yield wire.pass_unchanged(message)
-            return
-    else:
+    if not wire.begins_stream(first):
         yield wire.pass_unchanged(first)
+        return
+    try:
+        async with asyncio.timeout(_hold_s(context)):
+            message = await anext(requests, None)
+    except TimeoutError:
+        yield wire.encode_respond(_NO_FIRST_TOKEN)
+        return
+    if message is not None:
+        yield wire.pass_unchanged(first)
+        yield wire.pass_unchanged(message)

@@ -96,6 +96,18 @@ async def test_two_chains_share_one_state_and_a_fallback_has_a_circuit_of_its_ow
 
 
 @scenario
+async def test_a_client_whose_request_id_is_no_text_hides_nothing():
+    """It stands in the records of its request and attempts, beside those of everybody else."""
+    async with gateway(CONFIG) as gw:
+        await gw.fault("primary", "5xx")
+        for _ in range(8):
+            response = await gw.chat(headers=[(b"x-request-id", b"\xff\xfe")])
+            assert response.status_code == 200
+        await gw.settled("pointsman_requests_total", 8)
+        await gw.settled("pointsman_circuit_transitions_total", 1, to="open")
+
+
+@scenario
 async def test_all_circuits_open_is_the_rule_in_milliseconds_for_large_bodies_too():
     async with gateway(CONFIG) as gw:
         await gw.fault("primary", "hang")
@@ -305,6 +317,23 @@ async def test_of_a_name_with_two_addresses_the_broken_one_is_left_out_and_the_c
             assert len(asked) == 3
             assert await gw.metric("pointsman_circuit_transitions_total") == 0
     await well.aclose()
+
+
+@scenario
+async def test_sidecar_that_ends_while_streams_are_watched_costs_none_of_them():
+    """It was a timeout of each, on one upstream after the other; five of them ejected both."""
+    watched = 'inference_timeout = "3s"\nfirst_token_timeout = "20s"\n'
+    async with gateway(CONFIG, upstream_keys=dict.fromkeys(("primary", "fallback"), watched)) as gw:
+        await gw.fault("primary", "slow_first_token", delay_s=1)
+        streams = [asyncio.create_task(gw.chat(ask(stream=True))) for _ in range(8)]
+        await until(lambda: len(gw.upstreams["primary"].seen) == 8)
+        await asyncio.sleep(0.3)  # the headers are here
+        gw.kill_sidecar()
+        for response in await asyncio.gather(*streams):
+            assert response.headers["x-pointsman-attempts"] == "vllm-primary:200"
+            assert response.text.endswith("data: [DONE]\n\n")
+        await gw.fault("primary", None)
+        assert (await gw.chat()).headers["x-pointsman-attempts"] == "vllm-primary:200"
 
 
 @scenario

@@ -11,6 +11,7 @@ import pytest
 from fakes import CODE, FakeEmbedder, make_plan
 from prometheus_client import CollectorRegistry
 
+from extproc.core import wire_names
 from extproc.core.errors import RouteReason
 from extproc.core.exchange import Plan
 from extproc.core.routing import RouteRule
@@ -67,13 +68,22 @@ class Sidecar:
     def count(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(name, labels) or 0.0
 
-    def talk(self, *messages: Any) -> list[Any]:
+    def talk(self, *messages: Any, **metadata: str) -> list[Any]:
         """The replies to a stream that holds these messages."""
 
         async def scenario() -> list[Any]:
-            return [reply async for reply in self.processor.Process(stream(*messages), None)]
+            talk = self.processor.Process(stream(*messages), Context(metadata))
+            return [reply async for reply in talk]
 
         return run(scenario)
+
+
+class Context:
+    def __init__(self, metadata: dict[str, str]) -> None:
+        self._metadata = tuple(metadata.items())
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return self._metadata
 
 
 def run(scenario: Callable[[], Awaitable[Any]]) -> Any:
@@ -414,6 +424,19 @@ def test_headers_of_a_stream_are_held_until_its_first_chunk_and_no_longer_watche
         wire.pass_unchanged(headers("response_headers", **EVENTS)),
         wire.pass_unchanged(chunk()),
     ]
+
+
+def test_stream_whose_first_chunk_does_not_come_in_time_is_answered_with_a_504() -> None:
+    async def silent() -> AsyncIterator[Any]:
+        yield headers("response_headers", **EVENTS)
+        await asyncio.Event().wait()
+
+    async def scenario() -> list[Any]:
+        context = Context({wire_names.WATCH_MS: "0"})
+        return [reply async for reply in Sidecar().processor.Process(silent(), context)]
+
+    (reply,) = run(scenario)
+    assert reply.immediate_response.status.code == 504
 
 
 @pytest.mark.parametrize(
