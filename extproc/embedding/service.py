@@ -90,8 +90,9 @@ class Service:
         """[len(texts), dimension], L2-normalised; never later than `timeout_s`, connecting included."""
         try:
             async with asyncio.timeout(timeout_s):
-                result = await self._ask(texts)
-                if _dislikes_base64(result, self._format):
+                form = self._format  # another call may change it before this one is refused
+                result = await self._ask(texts, form)
+                if _dislikes_base64(result, form):
                     result = await self._ask(texts, "float")
                     if not isinstance(result, Failure):
                         self._format = "float"
@@ -99,8 +100,8 @@ class Service:
         except TimeoutError:
             return Failure(Fault.TIMEOUT, f"no answer within {timeout_s * 1e3:g} ms")
 
-    async def _ask(self, texts: Sequence[str], form: str | None = None) -> Vectors | Failure:
-        asked = {"input": texts, "encoding_format": form or self._format, **self._asked}
+    async def _ask(self, texts: Sequence[str], form: str) -> Vectors | Failure:
+        asked = {"input": texts, "encoding_format": form, **self._asked}
         body = msgspec.json.encode(asked)
         for tries_left in reversed(range(_TRIES)):
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.embedding.service import Failure, Fault, read_answer
+from extproc.embedding.service import Failure, Fault, Service, read_answer
 
 
 def answer(*embeddings, indexes=None):
@@ -95,3 +96,30 @@ def test_any_answer_is_vectors_or_a_failure(body, count):
     if not isinstance(result, Failure):
         assert result.shape[0] == count
         assert np.allclose(np.linalg.norm(result, axis=1), 1, atol=1e-5)
+
+
+def test_calls_in_flight_while_the_first_learns_that_floats_are_wanted_ask_for_them_too(
+    monkeypatch,
+):
+    refused = Failure(Fault.REFUSED, "status 400", detail="no base64 here")
+    vectors = np.ones((1, 1), np.float32)
+
+    async def steps():
+        service = Service("http://x", model=None, key=None, dimensions=None)
+        later = asyncio.Event()
+
+        async def post(body, count):
+            if b"base64" not in body:
+                return vectors
+            if b"second" in body:
+                await later.wait()
+            return refused
+
+        monkeypatch.setattr(service, "_post", post)
+        second = asyncio.create_task(service.embed(["second"], timeout_s=5))
+        await asyncio.sleep(0)
+        assert await service.embed(["first"], timeout_s=5) is vectors
+        later.set()
+        assert await second is vectors
+
+    asyncio.run(steps())
