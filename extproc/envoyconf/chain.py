@@ -61,7 +61,7 @@ def cluster(chain: Chain, config: Config) -> Cluster:
     return Cluster(
         name=name,
         connect_timeout=timedelta(seconds=1),
-        per_connection_buffer_limit_bytes=config.server.max_body_bytes,
+        per_connection_buffer_limit_bytes=parts.held_bytes(config.server.max_body_bytes),
         circuit_breakers=parts.concurrency(parts.UNLIMITED),
         lb_policy=ClusterLbPolicy.CLUSTER_PROVIDED,
         cluster_type=ClusterCustomClusterType(
@@ -106,7 +106,7 @@ def route(chain: Chain, config: Config, *, is_default: bool = False) -> Route:
     return Route(
         name=chain.name,
         match=match,
-        request_body_buffer_limit=config.server.max_body_bytes,
+        request_body_buffer_limit=parts.held_bytes(config.server.max_body_bytes),
         route=RouteAction(
             cluster=cluster_name(chain),
             timeout=timedelta() if whole is None else parts.seconds(whole),

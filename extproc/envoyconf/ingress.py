@@ -218,7 +218,7 @@ def _routes(config: Config) -> list[Route]:
             Route(
                 name="explain",
                 match=RouteMatch(path="/route"),
-                request_body_buffer_limit=config.server.max_body_bytes,
+                request_body_buffer_limit=parts.held_bytes(config.server.max_body_bytes),
                 direct_response=DirectResponseAction(
                     status=ROUTER_UNAVAILABLE.status,
                     body_format=parts.error_format(ROUTER_UNAVAILABLE),

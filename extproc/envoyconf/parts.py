@@ -83,6 +83,7 @@ EXTPROC_CLUSTER: Final = "extproc"
 HTTP_OPTIONS: Final = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 DELAYED_CLOSE: Final = timedelta(milliseconds=50)
 """Envoy's default of 1 s lets a broken stream look alive for 1 s more."""
+_LONGER_BYTES: Final = 64 * 1024
 
 
 def pack(message: betterproto2.Message) -> Any:
@@ -192,6 +193,13 @@ def local_reply(
     return ResponseMapper(
         filter=when, body_format_override=error_format(kind), headers_to_add=list(headers)
     )
+
+
+def held_bytes(max_body_bytes: int) -> int:
+    """What Envoy may hold of a body: one of the largest size, and the name of a model that is longer
+    than what the client wrote. The sidecar keeps clients to the size itself.
+    """
+    return max_body_bytes + _LONGER_BYTES
 
 
 def is_ip(host: str) -> bool:

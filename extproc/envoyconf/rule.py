@@ -43,7 +43,7 @@ def member(config: Config) -> Cluster:
         rule_member_name(),
         rule_member_name(),
         metadata={"name": wire_names.RULE},
-        buffer_bytes=config.server.max_body_bytes,
+        buffer_bytes=parts.held_bytes(config.server.max_body_bytes),
     )
 
 
@@ -80,7 +80,9 @@ def listener(config: Config) -> Listener:
                         # No canned text passes for an embedding or a model list: an honest error.
                         Route(
                             match=RouteMatch(prefix="/"),
-                            request_body_buffer_limit=config.server.max_body_bytes,
+                            request_body_buffer_limit=parts.held_bytes(
+                                config.server.max_body_bytes
+                            ),
                             direct_response=DirectResponseAction(
                                 status=NO_UPSTREAM.status,
                                 body_format=parts.error_format(NO_UPSTREAM),
@@ -95,7 +97,7 @@ def listener(config: Config) -> Listener:
         name=rule_member_name(),
         internal_listener=ListenerInternalListenerConfig(),
         ignore_global_conn_limit=True,  # a request inside is no client connection more
-        per_connection_buffer_limit_bytes=config.server.max_body_bytes,
+        per_connection_buffer_limit_bytes=parts.held_bytes(config.server.max_body_bytes),
         filter_chains=parts.serving(hcm),
     )
 
@@ -118,7 +120,7 @@ def _direct(
 ) -> Route:
     return Route(
         match=RouteMatch(safe_regex=RegexMatcher(regex=paths), headers=headers),
-        request_body_buffer_limit=config.server.max_body_bytes,
+        request_body_buffer_limit=parts.held_bytes(config.server.max_body_bytes),
         direct_response=DirectResponseAction(status=200, body_format=body),
     )
 

@@ -177,7 +177,7 @@ def member(upstream: Upstream, config: Config) -> Cluster:
         member_name(upstream),
         member_name(upstream),
         metadata={"name": upstream.name},
-        buffer_bytes=config.server.max_body_bytes,
+        buffer_bytes=parts.held_bytes(config.server.max_body_bytes),
     )
     cluster.outlier_detection = outlier_detection(config)
     return cluster
@@ -244,7 +244,7 @@ def hosts(upstream: Upstream, config: Config) -> Cluster:
         # A name that does not resolve must not keep the listener from opening.
         wait_for_warm_on_init=None if parts.is_ip(upstream.host) else False,
         connect_timeout=parts.seconds(upstream.connect_timeout_s),
-        per_connection_buffer_limit_bytes=config.server.max_body_bytes,
+        per_connection_buffer_limit_bytes=parts.held_bytes(config.server.max_body_bytes),
         common_lb_config=parts.strict_lb(),
         circuit_breakers=limits,
         typed_extension_protocol_options={parts.HTTP_OPTIONS: _protocol(upstream)},
@@ -315,7 +315,7 @@ def listener(upstream: Upstream, config: Config) -> Listener:
         name=name,
         internal_listener=ListenerInternalListenerConfig(),
         ignore_global_conn_limit=True,  # a request inside is no client connection more
-        per_connection_buffer_limit_bytes=config.server.max_body_bytes,
+        per_connection_buffer_limit_bytes=parts.held_bytes(config.server.max_body_bytes),
         filter_chains=parts.serving(hcm),
     )
 
@@ -403,7 +403,7 @@ def _skip(upstream: Upstream, config: Config) -> Route:
                 )
             ],
         ),
-        request_body_buffer_limit=config.server.max_body_bytes,
+        request_body_buffer_limit=parts.held_bytes(config.server.max_body_bytes),
         direct_response=DirectResponseAction(
             status=SKIPPED_STATUS, body_format=parts.error_format(NO_UPSTREAM)
         ),
@@ -452,7 +452,7 @@ def _route(upstream: Upstream, config: Config, match: RouteMatch, rewrite: str) 
         added.append(parts.header("authorization", f"Bearer %ENVIRONMENT({upstream.api_key_env})%"))
     return Route(
         match=match,
-        request_body_buffer_limit=config.server.max_body_bytes,
+        request_body_buffer_limit=parts.held_bytes(config.server.max_body_bytes),
         request_headers_to_remove=removed,
         request_headers_to_add=added,
         response_headers_to_remove=list(_NEVER_BELIEVED),

@@ -458,6 +458,22 @@ async def test_body_over_the_limit_is_refused_over_http2_too() -> None:
 
 
 @scenario
+async def test_body_of_the_largest_size_may_grow_by_the_name_of_its_model() -> None:
+    most = 2 * 1024 * 1024
+    named, unnamed = json.dumps(ask()), json.dumps({"messages": ask()["messages"]})
+    async with gateway(server_keys='max_body = "2MiB"\n') as running:
+        for raw in (named, unnamed):
+            for size, status in ((most, 200), (most + 1, 413)):
+                answer = await running.client.post(CHAT, content=raw.ljust(size), headers=RAW)
+                assert answer.status_code == status
+        assert all(len(each.body) > most for each in running.upstreams["primary"].seen)
+        for upstream in ("primary", "fallback"):
+            await running.fault(upstream, "5xx")
+        answer = await running.client.post(CHAT, content=named.ljust(most), headers=RAW)
+        assert answer.headers["x-pointsman-upstream"] == "rule"
+
+
+@scenario
 async def test_admin_interface_shows_and_drains_but_cannot_be_told_to_quit() -> None:
     """Any web page can have a browser on the machine post there."""
     async with gateway() as running:
