@@ -23,7 +23,9 @@ function envoy_on_request(handle)
   if size > 0 then headers:replace("content-length", tostring(size)) end
   local decided = handle:streamInfo():dynamicMetadata():get(CONTEXT.decided)
   if decided then
-    for name, value in pairs(decided) do headers:replace(name, value) end
+    for name, value in string.gmatch(decided.headers, "([^:\n]+): ([^\n]*)\n") do
+      headers:replace(name, value)
+    end
     handle:clearRouteCache()
     return
   end

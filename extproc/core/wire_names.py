@@ -22,7 +22,7 @@ READ: Final = frozenset({":method", ":path", CONTENT_TYPE, "content-encoding", "
 TOLD_WHOLE: Final = "pointsman-whole"
 """In the metadata of a gRPC call that is one message, the body, with those headers as attributes."""
 DECIDED: Final = "pointsman.decided"
-"""The namespace of dynamic metadata that holds the headers which such a call's reply sets."""
+"""The namespace of dynamic metadata where such a call's reply has `headers`, `NAME: VALUE` in a line."""
 
 
 def attribute(header: str) -> str:

@@ -35,6 +35,7 @@ from envoy_data_plane.envoy.config.core.v3 import (
 from envoy_data_plane.envoy.config.listener.v3 import Listener
 from envoy_data_plane.envoy.config.route.v3 import (
     DirectResponseAction,
+    FilterConfig,
     HeaderMatcher,
     Route,
     RouteConfiguration,
@@ -249,7 +250,7 @@ def _undecided(route: Route, config: Config) -> list[Route]:
         ),
     ]
     whole.typed_per_filter_config = {
-        _EXT_PROC: parts.pack(ExtProcPerRoute(disabled=True)),
+        _EXT_PROC: parts.pack(FilterConfig(disabled=True)),  # is not even made
         _TOLD_WHOLE: parts.pack(ExtProcPerRoute(overrides=ExtProcOverrides())),  # switches it on
     }
     return [whole, route]

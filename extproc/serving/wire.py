@@ -248,14 +248,18 @@ def encode_mutation(
 
 
 def encode_whole(mutation: Mutation) -> Any:
-    """The reply to a call that was told whole: headers as dynamic metadata."""
+    """The reply to a call that was told whole: headers as dynamic metadata, a line each.
+
+    One text, since Envoy also copies all metadata into the request's record.
+    """
     reply = ProcessingResponse()
     reply.request_body.SetInParent()
     if mutation.body is not None:
         reply.request_body.response.body_mutation.body = mutation.body
     fields = reply.dynamic_metadata.fields[wire_names.DECIDED].struct_value.fields
-    for name, value in mutation.headers.items():
-        fields[name].string_value = value
+    fields["headers"].string_value = "".join(
+        [f"{name}: {value}\n" for name, value in mutation.headers.items()]
+    )
     return reply
 
 

@@ -50,13 +50,16 @@ def test_request_that_the_sidecar_decided_is_left_alone(ingress: Any) -> None:
     assert not talk.seen.buffered
 
 
-@pytest.mark.parametrize("more", [{}, {"content-length": "2", "x-pointsman-model": "m"}])
+@pytest.mark.parametrize(
+    "more", [{}, {"content-length": "2", "x-pointsman-model": "m: n", "x-y": ""}]
+)
 def test_decision_that_came_as_metadata_becomes_headers_and_the_length_comes_back(
     ingress: Any, more: dict[str, str]
 ) -> None:
     """ext_proc takes `content-length` off what it tells in one message."""
     decided = {"x-pointsman-chain": "route.code", **more}
-    talk = ingress.exchange(b"{}", told={wire_names.DECIDED: decided}, path=CHAT).on_request()
+    told = {"headers": "".join(f"{name}: {value}\n" for name, value in decided.items())}
+    talk = ingress.exchange(b"{}", told={wire_names.DECIDED: told}, path=CHAT).on_request()
     assert dict(talk.request) == {":path": CHAT, "content-length": "2", **decided}
     assert talk.body == b"{}"
     assert talk.seen.cleared

@@ -161,7 +161,8 @@ def answer_to(sidecar: Sidecar, message: Any) -> Any:
 def decided_headers(reply: Any) -> dict[str, str]:
     """What ingress.lua makes headers of."""
     fields = reply.dynamic_metadata.fields["pointsman.decided"].struct_value.fields
-    return {name: value.string_value for name, value in fields.items()}
+    lines = fields["headers"].string_value.splitlines()
+    return dict(line.split(": ", 1) for line in lines)
 
 
 def test_headers_wait_and_the_body_gets_decision_and_rewrite_in_one_reply() -> None:
