@@ -1,6 +1,5 @@
--- Ingress: makes headers of a decision that came as metadata, writes what the sidecar would have written
--- for a request that passed it by (dead, too slow), and gives a final failure its own status back. Runs
--- behind ext_proc. Prepended: json.lua.
+-- Ingress: writes what the sidecar would have written for a request that passed it by (dead, too
+-- slow), and gives a final failure its own status back. Runs behind ext_proc. Prepended: json.lua.
 
 local function takes_model(path)
   for suffix in string.gmatch(CONTEXT.model_paths, "[^,]+") do
@@ -15,20 +14,8 @@ local function refuse(handle, body)
 end
 
 function envoy_on_request(handle)
-  if handle:headers():get("x-pointsman-chain") then return end -- the sidecar decided on headers and body
-  local body = handle:body(true)
-  local headers = handle:headers() -- header objects do not outlive the wait for the body
-  local size = body:length()
-  -- ext_proc takes it off a request that it tells whole, and chunks are not every upstream's to read.
-  if size > 0 then headers:replace("content-length", tostring(size)) end
-  local decided = handle:streamInfo():dynamicMetadata():get(CONTEXT.decided)
-  if decided then
-    for name, value in string.gmatch(decided.headers, "([^:\n]+): ([^\n]*)\n") do
-      headers:replace(name, value)
-    end
-    handle:clearRouteCache()
-    return
-  end
+  local headers = handle:headers()
+  if headers:get("x-pointsman-chain") then return end -- the sidecar decided
   headers:replace("x-pointsman-chain", CONTEXT.chain)
   headers:replace("x-pointsman-route", CONTEXT.route)
   headers:replace("x-pointsman-reason", CONTEXT.reason)
@@ -39,6 +26,9 @@ function envoy_on_request(handle)
     return
   end
 
+  local body = handle:body(true)
+  headers = handle:headers() -- body() may have waited, and header objects do not outlive a wait
+  local size = body:length()
   local wanted = takes_model(string.match(headers:get(":path") or "", "^([^?]-)/*%f[?%z]"))
   if size > 0 then
     local text = body:getBytes(0, size)
@@ -59,7 +49,8 @@ function envoy_on_request(handle)
       end
       local rewritten = string.sub(text, 1, first - 1) .. value .. string.sub(text, last + 1)
       local offset = first - 1 + (#spans > 0 and 0 or #'"model":')
-      headers:replace("content-length", tostring(body:setBytes(rewritten)))
+      local new_size = body:setBytes(rewritten)
+      if headers:get("content-length") then headers:replace("content-length", tostring(new_size)) end
       headers:replace("x-pointsman-model-span", offset .. ":" .. #model)
       headers:replace("x-pointsman-model", CONTEXT.model_name)
       if stream then headers:replace("x-pointsman-stream", "true") end

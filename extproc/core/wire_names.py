@@ -19,17 +19,6 @@ ADMISSION: Final = "x-pointsman-admission"
 CONTENT_TYPE: Final = "content-type"
 READ: Final = frozenset({":method", ":path", CONTENT_TYPE, "content-encoding", "x-request-id"})
 """The request headers that the sidecar reads, beside those that rules name; Envoy sends no others."""
-TOLD_WHOLE: Final = "pointsman-whole"
-"""In the metadata of a gRPC call that is one message, the body, with those headers as attributes."""
-DECIDED: Final = "pointsman.decided"
-"""The namespace of dynamic metadata where such a call's reply has `headers`, `NAME: VALUE` in a line."""
-
-
-def attribute(header: str) -> str:
-    """Envoy's name for the attribute that is a request's header."""
-    return f"request.headers['{header}']"
-
-
 CLIENT: Final = "x-pointsman-client"
 """The id of the client whose key opened the gateway, set by Envoy."""
 

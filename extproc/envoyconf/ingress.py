@@ -1,17 +1,7 @@
-"""The client-facing listener: what is stripped, bounded and unpacked, who decides, where it goes.
-
-The sidecar is asked in one of two ways. A POST that says how long its body is, as nearly all do, is
-told whole: one message with the body, and with the headers that matter as attributes. Every message
-costs the sidecar about 0.1 ms of its one loop, and a call of one message half as much again.
-Anything else is told in two, headers first, because without a body Envoy would not ask at all.
-
-ext_proc sets no headers in reply to a body whose headers it did not send, so a call told whole
-answers with dynamic metadata, and ingress.lua, which waits for the body, makes headers of it.
-"""
+"""The client-facing listener: what is stripped, bounded and unpacked, who decides, where it goes."""
 
 from __future__ import annotations
 
-import copy
 from datetime import timedelta
 from typing import Final
 
@@ -26,7 +16,6 @@ from envoy_data_plane.envoy.config.common.mutation_rules.v3 import (
 from envoy_data_plane.envoy.config.core.v3 import (
     GrpcService,
     GrpcServiceEnvoyGrpc,
-    HeaderValue,
     Http2ProtocolOptions,
     RuntimeFeatureFlag,
     TrafficDirection,
@@ -35,8 +24,6 @@ from envoy_data_plane.envoy.config.core.v3 import (
 from envoy_data_plane.envoy.config.listener.v3 import Listener
 from envoy_data_plane.envoy.config.route.v3 import (
     DirectResponseAction,
-    FilterConfig,
-    HeaderMatcher,
     Route,
     RouteConfiguration,
     RouteMatch,
@@ -51,10 +38,6 @@ from envoy_data_plane.envoy.extensions.filters.http.decompressor.v3 import (
 )
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ExternalProcessor,
-    ExtProcOverrides,
-    ExtProcPerRoute,
-    MetadataOptions,
-    MetadataOptionsMetadataNamespaces,
     ProcessingMode,
     ProcessingModeBodySendMode,
     ProcessingModeHeaderSendMode,
@@ -66,14 +49,12 @@ from envoy_data_plane.envoy.extensions.filters.http.set_metadata.v3 import (
 )
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
     HttpConnectionManager,
-    HttpFilter,
     LocalReplyConfig,
 )
 from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation.v3 import (
     HeaderMutation as EarlyHeaderMutation,
 )
-from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
-from envoy_data_plane.envoy.type.v3 import Int64Range
+from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 from envoy_data_plane.google.protobuf import Struct
 
 from extproc.config import Config, route_chain
@@ -106,10 +87,6 @@ SLACK_S: Final = 0.6
 A burst of 300 keeps the sidecar's loop busy for up to 0.4 s before it comes to the last of them.
 """
 
-_EXT_PROC: Final = "ext_proc"
-_TOLD_WHOLE: Final = "told_whole"
-_TOLD_AS_ATTRIBUTES: Final = wire_names.READ - {":method"}  # whatever is told whole is a POST
-_ASCII: Final = StringMatcher(safe_regex=RegexMatcher(regex=r"[\t -~]*"))
 _STEERING_PREFIXES: Final = (wire_names.PREFIX, "x-envoy-")
 _LOGGED_REQUEST: Final = (
     wire_names.CHAIN,
@@ -159,7 +136,7 @@ def listener(config: Config) -> Listener:
             parts.http_filter("admitted", _admitted()),
             *files.auth_filter(config),
             parts.http_filter("gunzip", _gunzip()),
-            *_asking(config),
+            parts.http_filter("ext_proc", _ext_proc(config)),
             parts.lua_filter("ingress", "ingress", _script(config)),
             parts.http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)),
         ],
@@ -215,50 +192,17 @@ def _routes(config: Config) -> list[Route]:
     default = next(c for c in chains if c.name == route_chain(config.router.default))
     return [
         # The sidecar answers it before routing; only without the sidecar does it get here.
-        *_undecided(
-            Route(
-                name="explain",
-                match=RouteMatch(path="/route"),
-                request_body_buffer_limit=parts.held_bytes(config.server.max_body_bytes),
-                direct_response=DirectResponseAction(
-                    status=ROUTER_UNAVAILABLE.status,
-                    body_format=parts.error_format(ROUTER_UNAVAILABLE),
-                ),
+        Route(
+            name="explain",
+            match=RouteMatch(path="/route"),
+            request_body_buffer_limit=parts.held_bytes(config.server.max_body_bytes),
+            direct_response=DirectResponseAction(
+                status=ROUTER_UNAVAILABLE.status, body_format=parts.error_format(ROUTER_UNAVAILABLE)
             ),
-            config,
         ),
         *(chain.route(each, config) for each in chains),
-        *_undecided(chain.route(default, config, is_default=True), config),
+        chain.route(default, config, is_default=True),
     ]
-
-
-def _undecided(route: Route, config: Config) -> list[Route]:
-    """The route of requests that the sidecar has yet to see, and before it those to be told whole.
-
-    An attribute is text: a header of other bytes would make its message unreadable.
-    """
-    if not _tells_whole(config):
-        return [route]
-    whole = copy.deepcopy(route)
-    assert whole.match is not None
-    whole.match.headers = [
-        HeaderMatcher(name=":method", string_match=StringMatcher(exact="POST")),
-        HeaderMatcher(name="content-length", range_match=Int64Range(start=1, end=2**62)),
-        *(
-            HeaderMatcher(name=name, string_match=_ASCII, treat_missing_header_as_empty=True)
-            for name in sorted(_TOLD_AS_ATTRIBUTES)
-        ),
-    ]
-    whole.typed_per_filter_config = {
-        _EXT_PROC: parts.pack(FilterConfig(disabled=True)),  # is not even made
-        _TOLD_WHOLE: parts.pack(ExtProcPerRoute(overrides=ExtProcOverrides())),  # switches it on
-    }
-    return [whole, route]
-
-
-def _tells_whole(config: Config) -> bool:
-    """Not where rules look at headers: as an attribute, one that comes twice is its values joined."""
-    return not any(each.headers for each in config.routes)
 
 
 def _strip() -> TypedExtensionConfig:
@@ -310,29 +254,8 @@ def _gunzip() -> Decompressor:
     )
 
 
-def _asking(config: Config) -> list[HttpFilter]:
-    """Both ways to ask the sidecar; a request's first route says which."""
-    in_two = _ext_proc(config, headers=True)
+def _ext_proc(config: Config) -> ExternalProcessor:
     named = {name for route in config.routes for name, _ in route.headers}
-    in_two.forward_rules = parts.only_headers(wire_names.READ | named)
-    if not _tells_whole(config):
-        return [parts.http_filter(_EXT_PROC, in_two)]
-    whole = _ext_proc(config, headers=False)
-    assert whole.grpc_service is not None
-    whole.grpc_service.initial_metadata = [HeaderValue(key=wire_names.TOLD_WHOLE, value="1")]
-    whole.request_attributes = [wire_names.attribute(name) for name in sorted(_TOLD_AS_ATTRIBUTES)]
-    whole.metadata_options = MetadataOptions(
-        receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[wire_names.DECIDED])
-    )
-    # Off but for the first route of a request: the other filter's decision leads to another one, where
-    # this filter would ask again.
-    off = parts.http_filter(_TOLD_WHOLE, whole)
-    off.disabled = True
-    return [parts.http_filter(_EXT_PROC, in_two), off]
-
-
-def _ext_proc(config: Config, *, headers: bool) -> ExternalProcessor:
-    send, skip = ProcessingModeHeaderSendMode.SEND, ProcessingModeHeaderSendMode.SKIP
     return ExternalProcessor(
         grpc_service=GrpcService(
             envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=parts.EXTPROC_CLUSTER)
@@ -340,13 +263,14 @@ def _ext_proc(config: Config, *, headers: bool) -> ExternalProcessor:
         failure_mode_allow=True,  # a dead router degrades to the default route, and ingress.lua says so
         message_timeout=parts.seconds(message_timeout_s(config)),
         processing_mode=ProcessingMode(
-            request_header_mode=send if headers else skip,
+            request_header_mode=ProcessingModeHeaderSendMode.SEND,
             request_body_mode=ProcessingModeBodySendMode.BUFFERED,
-            request_trailer_mode=skip,
-            response_header_mode=skip,
+            request_trailer_mode=ProcessingModeHeaderSendMode.SKIP,
+            response_header_mode=ProcessingModeHeaderSendMode.SKIP,
             response_body_mode=ProcessingModeBodySendMode.NONE,
-            response_trailer_mode=skip,
+            response_trailer_mode=ProcessingModeHeaderSendMode.SKIP,
         ),
+        forward_rules=parts.only_headers(wire_names.READ | named),
     )
 
 
@@ -357,7 +281,6 @@ def _script(config: Config) -> str:
     return lua.source(
         "ingress.lua",
         {
-            "decided": wire_names.DECIDED,
             "chain": default,
             "route": config.router.default,
             "reason": RouteReason.DEGRADED_BYPASSED.value,

@@ -144,10 +144,9 @@ class _Stream:
 
     async def _decide(self, message: Any, context: grpc.aio.ServicerContext) -> Any:
         here = self._processor
-        event = wire.decode(message, here.decider.plan.signals.headers)
-        if event is None:
+        action = await here.decider.decide(self._exchange, message, context)
+        if action is None:
             return wire.pass_unchanged(message)
-        action = await here.decider.decide(self._exchange, (event,), context)
         if isinstance(action, Continue):
             return wire.CONTINUE
         method, path, request_id = self._head

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final, Protocol
 
 import grpc
@@ -16,10 +16,8 @@ from extproc.core.exchange import (
     Action,
     Continue,
     Embedded,
-    Event,
     Exchange,
     Forward,
-    Mutation,
     NeedEmbedding,
     NotEmbedded,
     Plan,
@@ -72,17 +70,18 @@ class Decider:
         self._tell = tell
 
     async def decide(
-        self, exchange: Exchange, events: Iterable[Event], context: grpc.aio.ServicerContext
-    ) -> Continue | Respond | Forward:
-        """What the last of the events leads to, or the first that already leads to an end."""
+        self, exchange: Exchange, message: Any, context: grpc.aio.ServicerContext
+    ) -> Continue | Respond | Forward | None:
+        """None: a phase that asks for nothing."""
         loop = asyncio.get_running_loop()
-        # uvloop's clock counts whole milliseconds
-        started, begun = loop.time(), time.perf_counter()
-        action: Action = Continue()
-        for event in events:
-            action = exchange.receive(event)
-            if not isinstance(action, Continue):
-                break
+        started, begun = (
+            loop.time(),
+            time.perf_counter(),
+        )  # uvloop's clock counts whole milliseconds
+        event = wire.decode(message, self.plan.signals.headers)
+        if event is None:
+            return None
+        action = exchange.receive(event)
         embedded: Embedded | Scored | NotEmbedded | None = None
         back = started
         if isinstance(action, NeedEmbedding):
@@ -135,52 +134,33 @@ class Processor(wire.ExternalProcessorServicer):  # type: ignore[misc]  # genera
             try:
                 reply = await self._answer(exchange, message, context)
             except Exception:  # noqa: BLE001  the stream is the boundary
+                # The request must not die of our bug: unchanged, Envoy sends it down the default
+                # chain, marked as having passed the sidecar by.
+                _log.exception(
+                    "request passed on undecided", extra={"request_id": wire.request_id(first)}
+                )
                 if not undecided:  # once a request
-                    self._pass_on(first)
+                    self._metrics.internal_error()
+                    self._passed_on()
                 undecided = True
                 reply = wire.pass_unchanged(message)
             yield reply
 
-    async def process_whole(self, message: Any, context: grpc.aio.ServicerContext) -> Any:
-        """The one reply to a request that came in one message."""
-        try:
-            exchange = Exchange(self._decider.plan)
-            events = wire.decode_whole(message)
-            action = await self._decider.decide(exchange, events, context)
-            if isinstance(action, Respond):
-                return wire.encode_respond(action)
-            assert isinstance(action, Forward)
-            return wire.encode_whole(self._admitted(action))
-        except Exception:  # noqa: BLE001  the call is the boundary
-            self._pass_on(message)
-            return wire.pass_unchanged(message)
-
     async def _answer(
         self, exchange: Exchange, message: Any, context: grpc.aio.ServicerContext
     ) -> Any:
-        event = wire.decode(message, self._decider.plan.signals.headers)
-        if event is None:
+        action = await self._decider.decide(exchange, message, context)
+        if action is None:
             return wire.pass_unchanged(message)
-        action = await self._decider.decide(exchange, (event,), context)
         if isinstance(action, Continue):
             return wire.CONTINUE
         if isinstance(action, Respond):
             return wire.encode_respond(action)
+        skip, admission = self._gate.admit(action.chain.upstreams)
         return wire.encode_mutation(
-            self._admitted(action), in_headers_phase=message.HasField("request_headers")
+            action.mutation(skip=skip, admission=admission),
+            in_headers_phase=message.HasField("request_headers"),
         )
-
-    def _admitted(self, forward: Forward) -> Mutation:
-        skip, admission = self._gate.admit(forward.chain.upstreams)
-        return forward.mutation(skip=skip, admission=admission)
-
-    def _pass_on(self, first: Any) -> None:
-        """Of our bug no request must die: Envoy sends it, unchanged, down the default chain, marked as
-        having passed the sidecar by. To be called while the exception is handled.
-        """
-        _log.exception("request passed on undecided", extra={"request_id": wire.request_id(first)})
-        self._metrics.internal_error()
-        self._passed_on()
 
 
 def _decided(

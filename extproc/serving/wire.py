@@ -1,7 +1,7 @@
 """Protobuf on the wire <-> plain values; the only importer of generated protos.
 
 One HTTP request is one ext_proc stream of at most two messages (headers, then the whole body), and
-each message gets exactly one reply; or one call with one message that tells both (see `decode_whole`).
+each message gets exactly one reply.
 """
 
 from __future__ import annotations
@@ -43,14 +43,9 @@ _TO_ASCII: Final = bytes(range(128)) + b"?" * 128
 _DELIMITED: Final = 2
 _FIXED: Final = {1: 8, 5: 4}  # wire type -> bytes
 _BODY_MODES: Final = processing_mode_pb2.ProcessingMode.BodySendMode
-_PATH: Final = wire_names.attribute(":path")
-_CONTENT_TYPE: Final = wire_names.attribute(wire_names.CONTENT_TYPE)
-_CONTENT_ENCODING: Final = wire_names.attribute("content-encoding")
-_REQUEST_ID: Final = wire_names.attribute("x-request-id")
 
 
 # grpc.health.v1, spelt out: one message with one number, for ever, and no package for it.
-_EXT_PROC: Final = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 _LOGS: Final = "envoy.service.accesslog.v3.AccessLogService"
 _HEALTH: Final = "grpc.health.v1.Health"
 _SERVING: Final = b"\x08\x01"
@@ -58,7 +53,7 @@ _NOT_SERVING: Final = b"\x08\x02"
 
 
 def add_servicers(server: grpc.aio.Server, *, processor: Any, access_log: Any) -> None:
-    server.add_generic_rpc_handlers((_ToldWholeOrNot(processor),))
+    add_processor(server, processor)
     stream_logs = grpc.stream_unary_rpc_method_handler(
         access_log.StreamAccessLogs,
         request_deserializer=decode_log,
@@ -108,30 +103,6 @@ def _varint(raw: bytes, at: int) -> tuple[int, int]:
     return value | raw[at] << shift, at + 1
 
 
-class _ToldWholeOrNot(grpc.GenericRpcHandler):  # type: ignore[misc]  # no types
-    """The same method as a stream, or as a call of one message and one reply, by the call's metadata.
-
-    The bytes on the wire are the same (https://grpc.io/docs/what-is-grpc/core-concepts/); gRPC needs
-    four operations for a call where a stream needs nine.
-    """
-
-    def __init__(self, processor: Any) -> None:
-        codec = {
-            "request_deserializer": ProcessingRequest.FromString,
-            "response_serializer": ProcessingResponse.SerializeToString,
-        }
-        self._stream = grpc.stream_stream_rpc_method_handler(processor.Process, **codec)
-        self._whole = grpc.unary_unary_rpc_method_handler(processor.process_whole, **codec)
-
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-        if details.method != _EXT_PROC:
-            return None
-        for key, _ in details.invocation_metadata:
-            if key == wire_names.TOLD_WHOLE:
-                return self._whole
-        return self._stream
-
-
 def add_processor(server: grpc.aio.Server, processor: Any) -> None:
     ext_proc_grpc.add_ExternalProcessorServicer_to_server(processor, server)
 
@@ -173,41 +144,8 @@ def decode(message: Any, named: frozenset[str] = frozenset()) -> Event | None:
     return None
 
 
-def decode_whole(message: Any) -> tuple[RequestHeaders, RequestBody]:
-    """What a call's one message tells: the body, and as attributes the headers of a POST.
-
-    Raise ValueError where one of the two is missing.
-    """
-    told = _attributes(message)
-    if not message.HasField("request_body") or _PATH not in told:
-        kind = message.WhichOneof("request")
-        raise ValueError(f"told whole, but in {kind} with {sorted(told) or 'no attribute'}")
-    head = RequestHeaders(
-        method="POST",
-        path=_attribute(told, _PATH),
-        content_type=_attribute(told, _CONTENT_TYPE),
-        content_encoding=_attribute(told, _CONTENT_ENCODING).strip().lower(),
-        end_of_stream=False,
-    )
-    return head, RequestBody(message.request_body.body)
-
-
-def _attributes(message: Any) -> Any:
-    """Field name -> protobuf Value; there is one filter that sends any."""
-    for told in message.attributes.values():
-        return told.fields
-    return {}
-
-
-def _attribute(told: Any, name: str) -> str:
-    # Indexing a protobuf map would add the key.
-    return str(told[name].string_value) if name in told else ""
-
-
 def request_id(message: Any) -> str:
-    """Of a request's first message; "" of any other. Searched for only when there is something to say."""
-    if message.HasField("request_body"):
-        return _attribute(_attributes(message), _REQUEST_ID)
+    """Of a message of headers; "" of any other. Searched for only when there is something to say."""
     if not message.HasField("request_headers"):
         return ""
     for header in message.request_headers.headers.headers:
@@ -245,22 +183,6 @@ def encode_mutation(
     if in_headers_phase:
         return ProcessingResponse(request_headers=ext_proc.HeadersResponse(response=common))
     return ProcessingResponse(request_body=ext_proc.BodyResponse(response=common))
-
-
-def encode_whole(mutation: Mutation) -> Any:
-    """The reply to a call that was told whole: headers as dynamic metadata, a line each.
-
-    One text, since Envoy also copies all metadata into the request's record.
-    """
-    reply = ProcessingResponse()
-    reply.request_body.SetInParent()
-    if mutation.body is not None:
-        reply.request_body.response.body_mutation.body = mutation.body
-    fields = reply.dynamic_metadata.fields[wire_names.DECIDED].struct_value.fields
-    fields["headers"].string_value = "".join(
-        [f"{name}: {value}\n" for name, value in mutation.headers.items()]
-    )
-    return reply
 
 
 def encode_told(headers: Mapping[str, str], remove: Iterable[str] = ()) -> Any:

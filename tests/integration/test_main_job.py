@@ -239,28 +239,25 @@ async def _in_pieces(raw: bytes):
 
 
 @scenario
-async def test_however_a_body_is_framed_it_is_decided_alike_and_one_message_tells_of_most():
+async def test_however_a_body_is_framed_it_is_decided_alike_and_arrives_with_its_length():
     raw = json.dumps(ask("a compile error 编译错误")).encode()
     packed = gzip.compress(raw)
     zipped = RAW | {"content-encoding": "gzip"}
     async with gateway() as gw, httpx.AsyncClient(http1=False, http2=True) as h2:
         url = f"http://{HOST}:{gw.listen}{CHAT}"
         asked = [
-            (1, gw.client.post(CHAT, content=raw, headers=RAW)),
-            (1, gw.client.post(CHAT, content=packed, headers=zipped)),
-            (2, gw.client.post(CHAT, content=_in_pieces(raw), headers=RAW)),
-            (2, gw.client.post(CHAT, content=_in_pieces(packed), headers=zipped)),
-            (1, h2.post(url, content=raw, headers=RAW)),
-            (2, h2.post(url, content=_in_pieces(raw), headers=RAW)),
+            gw.client.post(CHAT, content=raw, headers=RAW),
+            gw.client.post(CHAT, content=packed, headers=zipped),
+            gw.client.post(CHAT, content=_in_pieces(raw), headers=RAW),
+            gw.client.post(CHAT, content=_in_pieces(packed), headers=zipped),
+            h2.post(url, content=raw, headers=RAW),
+            h2.post(url, content=_in_pieces(raw), headers=RAW),
         ]
-        for wanted, asking in asked:
-            told = await gw.envoy_stat("http.ingress.ext_proc.stream_msgs_sent")
+        for asking in asked:
             answer = await asking
             assert answer.status_code == 200
             assert answer.headers["x-pointsman-route"] == "code"
             assert answer.headers["x-pointsman-reason"] == "keyword"
-            told = await gw.envoy_stat("http.ingress.ext_proc.stream_msgs_sent") - told
-            assert told == wanted
         bodies = {seen.body for seen in gw.upstreams["fallback"].seen}
         assert bodies == {raw.replace(b'"auto"', b'"model-of-fallback"')}
         for seen in gw.upstreams["fallback"].seen:
@@ -321,23 +318,6 @@ async def test_gets_and_other_paths_pass_to_the_default_chain():
         named = await gw.client.post("/tokenize", json={"model": "auto", "text": "x"})
         assert named.headers["x-pointsman-model"] == "model-of-primary"
         assert json.loads(gw.upstreams["primary"].seen[-1].body)["model"] == "model-of-primary"
-
-
-@scenario
-async def test_a_body_that_came_with_its_length_reaches_the_upstream_with_it():
-    """Whether it was changed, left alone, or passed the sidecar by: not all upstreams take chunks."""
-    async with gateway() as gw:
-        for reasons in (("default", "default", "degraded_body"), ("degraded_bypassed",) * 3):
-            answers = [
-                await gw.chat(),
-                await gw.client.post("/v1/files", files={"file": b"model: auto"}),
-                await gw.client.post("/tokenize", content=b"[1, 2", headers=RAW),
-            ]
-            assert tuple(each.headers["x-pointsman-reason"] for each in answers) == reasons
-            for seen in gw.upstreams["primary"].seen[-3:]:
-                assert "transfer-encoding" not in seen.headers
-                assert seen.headers["content-length"] == str(len(seen.body))
-            gw.kill_sidecar()
 
 
 @scenario

@@ -58,11 +58,6 @@ def test_members_follow_the_mode(
         assert retries == len(built.members(chain.name)) - 1
 
 
-def to_chains(built: Any) -> list[dict[str, Any]]:
-    """The routes of ingress but for POST /route, which has none behind it."""
-    return [each for each in built.routes("ingress") if "route" in each]
-
-
 def test_members_in_lua_stand_in_the_order_of_the_cluster(rendered: Render) -> None:
     built = rendered(THREE + ROUTES)
     filters = built.cluster("chain.route.other")["typed_extension_protocol_options"]
@@ -79,11 +74,10 @@ def test_explicit_upstream_is_followed_by_those_behind_it_in_the_default_route(
 
 def test_default_route_takes_what_names_no_chain_and_comes_last(rendered: Render) -> None:
     built = rendered(THREE + ROUTES)
-    *named, whole, last = built.routes("ingress")
+    *named, last = built.routes("ingress")
     assert last["match"] == {"prefix": "/"}
-    assert whole["match"]["prefix"] == "/"
-    assert last["route"]["cluster"] == whole["route"]["cluster"] == "chain.route.main"
-    for route in [each for each in named if "route" in each]:
+    assert last["route"]["cluster"] == "chain.route.main"
+    for route in named[1:]:
         (header,) = route["match"]["headers"]
         assert header["name"] == "x-pointsman-chain"
         assert route["route"]["cluster"] == f"chain.{header['string_match']['exact']}"
@@ -115,7 +109,7 @@ def test_each_limit_is_longer_than_those_inside_it(rendered: Render, more: str) 
                 assert seconds(route["route"]["timeout"]) == 0
                 per_try = route["route"]["retry_policy"]["per_try_timeout"]
                 assert seconds(per_try) == upstream.inference_timeout_s
-    for route in to_chains(built):
+    for route in built.routes("ingress")[1:]:
         chain = next(each for each in config.chains() if each.name == route["name"])
         inside = [config.visit_limit_s(config.upstreams[each]) for each in chain.upstreams]
         assert seconds(route["route"]["idle_timeout"]) > sum(inside)
@@ -137,7 +131,7 @@ def test_envoy_waits_longer_for_the_sidecar_than_the_sidecar_for_its_model(
 def test_ingress_strips_decides_and_routes_in_that_order(rendered: Render) -> None:
     built = rendered("")
     assert [each["name"] for each in built.filters("ingress")] == [
-        "admitted", "gunzip", "ext_proc", "told_whole", "ingress", "envoy.filters.http.router",
+        "admitted", "gunzip", "ext_proc", "ingress", "envoy.filters.http.router",
     ]  # fmt: skip
     (strip,) = built.hcm("ingress")["early_header_mutation_extensions"]
     prefixes = [
@@ -148,8 +142,8 @@ def test_ingress_strips_decides_and_routes_in_that_order(rendered: Render) -> No
 
 
 def test_whole_request_is_limited_only_where_configured(rendered: Render) -> None:
-    assert {r["route"]["timeout"] for r in to_chains(rendered(""))} == {"0s"}
-    limited = to_chains(rendered('[server]\nrequest_timeout = "90s"'))
+    assert {r["route"]["timeout"] for r in rendered("").routes("ingress")[1:]} == {"0s"}
+    limited = rendered('[server]\nrequest_timeout = "90s"').routes("ingress")[1:]
     assert {each["route"]["timeout"] for each in limited} == {"90s"}
 
 

@@ -12,7 +12,7 @@ from extproc.envoyconf import lua
 
 # A wait for the body ends the life of header objects taken before it, as in Envoy.
 _HANDLE = """
-return function(request, response, body, told)
+return function(request, response, body)
   local waits, phase = 0, request
   local seen = { metadata = {} }
   local function headers(map)
@@ -48,10 +48,7 @@ return function(request, response, body, told)
     respond = function(_, map, text) seen.status, seen.answer = map[":status"], text end,
     streamInfo = function()
       return { dynamicMetadata = function()
-        return {
-          get = function(_, space) return told[space] end,
-          set = function(_, space, key, value) seen.metadata[space .. "." .. key] = value end,
-        }
+        return { set = function(_, space, key, value) seen.metadata[space .. "." .. key] = value end }
       end }
     end,
   }
@@ -67,35 +64,18 @@ class Filter:
         self._new = self._lua.execute(_HANDLE)
         self._lua.execute(lua.source(name, constants, json=json))
 
-    def exchange(
-        self,
-        body: bytes = b"",
-        *,
-        told: Mapping[str, Mapping[str, str]] | None = None,
-        **headers: str,
-    ) -> Exchange:
-        """A request of these headers (`_` for `-`, `path` for `:path`) and this body.
-
-        `told`: its dynamic metadata by namespace.
-        """
-        return Exchange(self._lua, self._new, headers, body, told or {})
+    def exchange(self, body: bytes = b"", **headers: str) -> Exchange:
+        """A request of these headers (`_` for `-`, `path` for `:path`) and this body."""
+        return Exchange(self._lua, self._new, headers, body)
 
 
 class Exchange:
     """A request and perhaps its response, as the filter leaves them."""
 
-    def __init__(
-        self,
-        runtime: Any,
-        new: Any,
-        headers: Mapping[str, str],
-        body: bytes,
-        told: Mapping[str, Mapping[str, str]],
-    ) -> None:
+    def __init__(self, runtime: Any, new: Any, headers: Mapping[str, str], body: bytes) -> None:
         self._lua = runtime
         self.request = runtime.table_from(_spelled(headers))
-        spaces = runtime.table_from({key: runtime.table_from(told[key]) for key in told})
-        self._handle = new(self.request, None, body.decode("latin-1"), spaces)
+        self._handle = new(self.request, None, body.decode("latin-1"))
         self.seen = self._handle.seen
 
     def on_request(self) -> Exchange:

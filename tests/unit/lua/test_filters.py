@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from extproc.core import wire_names
 
 SIDECAR_IS_DEAD = {
-    "decided": wire_names.DECIDED,
     "chain": "route.chat",
     "route": "chat",
     "reason": "degraded_bypassed",
@@ -48,21 +47,6 @@ def test_request_that_the_sidecar_decided_is_left_alone(ingress: Any) -> None:
     ).on_request()
     assert dict(talk.request) == {":path": CHAT, "x-pointsman-chain": "route.code"}
     assert not talk.seen.buffered
-
-
-@pytest.mark.parametrize(
-    "more", [{}, {"content-length": "2", "x-pointsman-model": "m: n", "x-y": ""}]
-)
-def test_decision_that_came_as_metadata_becomes_headers_and_the_length_comes_back(
-    ingress: Any, more: dict[str, str]
-) -> None:
-    """ext_proc takes `content-length` off what it tells in one message."""
-    decided = {"x-pointsman-chain": "route.code", **more}
-    told = {"headers": "".join(f"{name}: {value}\n" for name, value in decided.items())}
-    talk = ingress.exchange(b"{}", told={wire_names.DECIDED: told}, path=CHAT).on_request()
-    assert dict(talk.request) == {":path": CHAT, "content-length": "2", **decided}
-    assert talk.body == b"{}"
-    assert talk.seen.cleared
 
 
 def test_request_that_passed_the_sidecar_by_takes_the_default_route_and_says_so(

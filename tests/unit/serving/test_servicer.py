@@ -140,31 +140,6 @@ def sent(reply: Any) -> dict[str, str]:
 ASK = {"model": "auto", "prompt": "hi"}
 
 
-def whole(message: Any, path: str = "/v1/chat/completions", **attributes: str) -> Any:
-    """A body with the headers as attributes."""
-    told = {":path": path, "content-type": "application/json", "x-request-id": "req-1"}
-    for name, value in {**told, **attributes}.items():
-        fields = message.attributes["envoy.filters.http.ext_proc"].fields
-        fields[f"request.headers['{name}']"].string_value = value
-    return message
-
-
-def answer_to(sidecar: Sidecar, message: Any) -> Any:
-    """The reply to a request that is told whole."""
-
-    async def scenario() -> Any:
-        return await sidecar.processor.process_whole(message, None)
-
-    return run(scenario)
-
-
-def decided_headers(reply: Any) -> dict[str, str]:
-    """What ingress.lua makes headers of."""
-    fields = reply.dynamic_metadata.fields["pointsman.decided"].struct_value.fields
-    lines = fields["headers"].string_value.splitlines()
-    return dict(line.split(": ", 1) for line in lines)
-
-
 def test_headers_wait_and_the_body_gets_decision_and_rewrite_in_one_reply() -> None:
     sidecar = Sidecar({"hi": CODE})
     waiting, decided = sidecar.talk(post(), body(**ASK))
@@ -316,85 +291,6 @@ def test_client_that_leaves_while_its_prompt_waits_is_no_fault() -> None:
                 pass
 
         task = asyncio.create_task(consume())
-        await waiting.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    run(scenario)
-    assert sidecar.count("pointsman_internal_errors_total") == 0
-
-
-# --- told whole ------------------------------------------------------------------------------------
-
-
-def test_request_told_whole_gets_the_same_headers_and_body_as_one_told_in_two() -> None:
-    _, in_two = Sidecar({"hi": CODE}, FakeGate(("coder",))).talk(post(), body(**ASK))
-    sidecar = Sidecar({"hi": CODE}, FakeGate(("coder",)))
-    reply = answer_to(sidecar, whole(body(**ASK)))
-    assert phase(reply) == "request_body"
-    assert decided_headers(reply) == sent(in_two)
-    assert reply.request_body.response.body_mutation == in_two.request_body.response.body_mutation
-    assert sidecar.embed.calls == [("hi", NOW_S + DEADLINE_S)]
-    assert sidecar.count("pointsman_decision_seconds_count") == 1
-
-
-@pytest.mark.parametrize(
-    ("message", "code"),
-    [
-        (whole(body(b"[]")), "body_not_object"),
-        (whole(body(**ASK), **{"content-type": "text/plain"}), "unsupported_media_type"),
-        (whole(body(**ASK), **{"content-encoding": "br"}), "unsupported_content_encoding"),
-    ],
-)
-def test_refusal_of_a_request_told_whole_is_counted_by_its_code(message: Any, code: str) -> None:
-    sidecar = Sidecar()
-    reply = answer_to(sidecar, message)
-    assert phase(reply) == "immediate_response"
-    assert json.loads(reply.immediate_response.body)["error"]["code"] == code
-    assert sidecar.count("pointsman_rejections_total", code=code) == 1
-
-
-def test_body_that_is_nobodys_prompt_is_passed_on_as_it_is() -> None:
-    upload = whole(body(b"\0\1"), "/v1/files", **{"content-type": "multipart/form-data"})
-    reply = answer_to(Sidecar(), upload)
-    assert decided_headers(reply)["x-pointsman-reason"] == "default"
-    assert not reply.request_body.response.HasField("body_mutation")
-
-
-@pytest.mark.parametrize(
-    ("sidecar", "message"),
-    [
-        (Sidecar({"hi": RuntimeError("boom")}), whole(body(**ASK))),
-        (Sidecar({"hi": CODE}, FakeGate(error=RuntimeError("boom"))), whole(body(**ASK))),
-        (Sidecar(), headers()),
-        (Sidecar(), bare("response_headers")),
-    ],
-)
-def test_fault_of_ours_with_a_request_told_whole_passes_it_on_and_names_it(
-    sidecar: Sidecar, message: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    reply = answer_to(sidecar, message)
-    assert reply == wire.pass_unchanged(message)
-    assert decided_headers(reply) == {}
-    assert sidecar.count("pointsman_internal_errors_total") == 1
-    (logged,) = caplog.records
-    wanted = "req-1" if message.HasField("request_body") else ""
-    assert logged.__dict__["request_id"] == wanted
-
-
-def test_client_that_leaves_while_its_whole_request_waits_is_no_fault() -> None:
-    sidecar = Sidecar()
-
-    async def scenario() -> None:
-        waiting = asyncio.Event()
-
-        async def never(_text: str, _deadline: float) -> Any:
-            waiting.set()
-            await asyncio.Event().wait()
-
-        sidecar.decider._embed = never
-        task = asyncio.create_task(sidecar.processor.process_whole(whole(body(**ASK)), None))  # type: ignore[arg-type]
         await waiting.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
