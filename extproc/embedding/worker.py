@@ -52,8 +52,7 @@ def serve(sock: socket.socket, files: ModelFiles) -> int:
         sock.sendall(frames.encode(frames.Unable(words)))
         return 1
     # From here on the loop must not wait for a core: it answers everyone, a worker one prompt. With three
-    # times the load, on a machine that others use too, the p95 of decisions was 100 ms and not 1,800; and
-    # where Envoy has too little, a third as many requests pass the sidecar by as with 5.
+    # times the load, on a machine that others use too, the p95 of decisions was 100 ms and not 1,800.
     os.nice(_NICE)
     sock.sendall(frames.encode(frames.Ready(encoder.dimension)))
     with sock.makefile("rb") as stream:
