@@ -104,21 +104,23 @@ class SemanticIndex:
 
     def scores(self, query: Vectors) -> tuple[RouteScore, ...]:
         """One score a route with utterances, in the file's order. `query`: (k, dimension)."""
-        return self.scores_all([query])[0]
+        if not self._routes:
+            return ()
+        return self._told(self.blend(query).max(axis=1).tolist())
 
     def scores_all(self, queries: Sequence[Vectors]) -> list[tuple[RouteScore, ...]]:
         """The scores of each query; many together cost less than one by one."""
         if not self._routes:
             return [()] * len(queries)
         starts = np.cumsum([0] + [len(query) for query in queries[:-1]])
-        blended = self.blend(np.concatenate(queries))
-        return [
-            tuple(
-                RouteScore(rule.name, score, rule.effective_threshold)
-                for rule, score in zip(self.rules, scores, strict=True)
-            )
-            for scores in np.maximum.reduceat(blended, starts, axis=1).T.tolist()
-        ]
+        best = np.maximum.reduceat(self.blend(np.concatenate(queries)), starts, axis=1)
+        return [self._told(scores) for scores in best.T.tolist()]
+
+    def _told(self, scores: Sequence[float]) -> tuple[RouteScore, ...]:
+        return tuple(
+            RouteScore(rule.name, score, rule.effective_threshold)
+            for rule, score in zip(self.rules, scores, strict=True)
+        )
 
     def blend(self, queries: Vectors) -> Vectors:
         """The score of each route with utterances for each query: (routes, queries)."""

@@ -43,10 +43,9 @@ _TO_ASCII: Final = bytes(range(128)) + b"?" * 128
 _DELIMITED: Final = 2
 _FIXED: Final = {1: 8, 5: 4}  # wire type -> bytes
 _BODY_MODES: Final = processing_mode_pb2.ProcessingMode.BodySendMode
-
+_LOGS: Final = "envoy.service.accesslog.v3.AccessLogService"
 
 # grpc.health.v1, spelt out: one message with one number, for ever, and no package for it.
-_LOGS: Final = "envoy.service.accesslog.v3.AccessLogService"
 _HEALTH: Final = "grpc.health.v1.Health"
 _SERVING: Final = b"\x08\x01"
 _NOT_SERVING: Final = b"\x08\x02"
